@@ -1,0 +1,198 @@
+"""What engines have in common: the loop of the iterative ones, and how its end is judged.
+
+An iterative engine is a frozen dataclass of options with three methods: ``init -> state``, ``step(state) -> state,
+residual`` and ``beliefs(state)``. `IterativeEngine.run` is the loop around them. A state is a tuple (best a
+``NamedTuple``), nested at will, of tensors whose first axis is the batch; so the loop can freeze the members that are
+done and go on with the others alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from bethenet.beliefs import Beliefs
+from bethenet.free_energy import free_energy
+from bethenet.potentials import LogPotentials
+from bethenet.result import InferenceResult, Status
+
+State = Any
+"""Nested tuples of tensors ``[batch, ...]`` (or ``None``)."""
+
+
+class Engine(Protocol):
+    """Anything that turns log-potentials into beliefs."""
+
+    name: ClassVar[str]
+
+    def run(
+        self, potentials: LogPotentials, *, state: State = None, generator: torch.Generator | None = None
+    ) -> InferenceResult:
+        """Infer, starting from ``state`` (a previous result's) where the engine knows what to do with one.
+
+        ``log_z`` of the result is differentiable in the log-potentials: its gradient is the beliefs.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class IterativeEngine(ABC):
+    """Options every iterative engine has, and its loop."""
+
+    name: ClassVar[str]
+
+    max_iterations: int = 1000
+    tolerance: float = 1e-6
+    """A member stops when its residual is at most this."""
+    time_limit: float | None = None
+    """Seconds."""
+
+    def __post_init__(self) -> None:
+        if self.max_iterations < 0:
+            raise ValueError(f"max_iterations: expected at least 0, got {self.max_iterations}")
+        if not self.tolerance >= 0:
+            raise ValueError(f"tolerance: expected a number of at least 0, got {self.tolerance}")
+        if self.time_limit is not None and not self.time_limit > 0:
+            raise ValueError(f"time_limit: expected a positive number of seconds, got {self.time_limit}")
+
+    @abstractmethod
+    def init(self, potentials: LogPotentials, state: State = None, generator: torch.Generator | None = None) -> State:
+        """The first state; from ``state`` where one is given (warm start)."""
+
+    @abstractmethod
+    def step(self, potentials: LogPotentials, state: State) -> tuple[State, Float[Tensor, " batch"]]:
+        """One iteration: the next state and the residual of each member."""
+
+    @abstractmethod
+    def beliefs(self, potentials: LogPotentials, state: State) -> Beliefs:
+        """What the state says."""
+
+    def run(
+        self, potentials: LogPotentials, *, state: State = None, generator: torch.Generator | None = None
+    ) -> InferenceResult:
+        """Iterate until every member has converged or a limit is reached. See `Engine.run`."""
+        started = time.perf_counter()
+        with torch.no_grad():
+            constant = potentials.detach()
+            first = self.init(constant, state, generator)
+            loop = Loop(self, constant, first)
+            loop.run(started)
+            beliefs = self.beliefs(constant, loop.state)
+        return InferenceResult(
+            method=self.name,
+            beliefs=beliefs,
+            log_z=-free_energy(potentials, beliefs),
+            member_status=loop.statuses(),
+            iterations=loop.iterations,
+            residual=loop.residual,
+            seconds=time.perf_counter() - started,
+            state=loop.state,
+        )
+
+
+class Loop:
+    """Steps an engine over a batch in which each member stops by itself.
+
+    Members that are done keep their state bit for bit. Once at most half of the members worked on still move, the
+    others leave the working batch, so that they cost nothing.
+    """
+
+    CHECK_EVERY = 4
+    """Iterations between looks at the residuals: each look waits for the device."""
+
+    def __init__(self, engine: IterativeEngine, potentials: LogPotentials, state: State) -> None:
+        self.engine = engine
+        self.potentials = potentials
+        self.state = state
+        batch, device = potentials.batch_size, potentials.device
+        self.residual = torch.full((batch,), math.inf, dtype=potentials.dtype, device=device)
+        self.iterations: Int[Tensor, " batch"] = torch.zeros(batch, dtype=torch.long, device=device)
+        self.best_early = self.residual.clone()
+        self.best_late = self.residual.clone()
+        self.diverged = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.timed_out = False
+
+    def run(self, started: float) -> None:
+        """Iterate to the end."""
+        engine = self.engine
+        members = torch.arange(self.potentials.batch_size, device=self.potentials.device)
+        potentials, state = self.potentials, self.state
+        moving = torch.ones_like(members, dtype=torch.bool)
+        for iteration in range(engine.max_iterations):
+            proposal, residual = engine.step(potentials, state)
+            broken = moving & ~torch.isfinite(residual)
+            accepted = moving & ~broken
+            state = map_tensors(lambda new, old, a=accepted: _where(a, new, old), proposal, state)
+            self.residual[members] = torch.where(moving, residual.to(self.residual.dtype), self.residual[members])
+            self.iterations[members] += accepted
+            self.diverged[members] |= broken
+            best = self.best_late if iteration >= engine.max_iterations // 2 else self.best_early
+            best[members] = torch.minimum(best[members], self.residual[members].nan_to_num(math.inf))
+            moving = accepted & (residual > engine.tolerance)
+            if engine.time_limit is not None and time.perf_counter() - started > engine.time_limit:
+                self.timed_out = True
+                break
+            if iteration % self.CHECK_EVERY and iteration + 1 < engine.max_iterations:
+                continue
+            left = int(moving.sum())
+            if left == 0:
+                break
+            if 2 * left <= members.numel():
+                self._store(members, state)
+                members, potentials = members[moving], potentials[torch.nonzero(moving).flatten()]
+                state = map_tensors(lambda tensor, m=moving: tensor[m], state)
+                moving = torch.ones_like(members, dtype=torch.bool)
+        self._store(members, state)
+
+    def statuses(self) -> tuple[Status, ...]:
+        """How each member ended."""
+        if self.engine.max_iterations == 0:
+            return (Status.ITERATION_LIMIT,) * self.residual.numel()
+        converged = (self.residual <= self.engine.tolerance) & ~self.diverged
+        stuck = self.best_late >= self.best_early
+        limit = Status.TIME_LIMIT if self.timed_out else Status.ITERATION_LIMIT
+        return tuple(
+            Status.DIVERGED
+            if diverged
+            else Status.CONVERGED
+            if done
+            else Status.OSCILLATING
+            if oscillating and not self.timed_out
+            else limit
+            for diverged, done, oscillating in zip(
+                self.diverged.tolist(), converged.tolist(), stuck.tolist(), strict=True
+            )
+        )
+
+    def _store(self, members: Tensor, state: State) -> None:
+        if members.numel() == self.potentials.batch_size:
+            self.state = state
+            return
+
+        def put(whole: Tensor, part: Tensor) -> Tensor:
+            whole = whole.clone()
+            whole[members] = part
+            return whole
+
+        self.state = map_tensors(put, self.state, state)
+
+
+def map_tensors(change: Callable[..., Any], *trees: State) -> State:
+    """Apply ``change`` to corresponding tensors of nested tuples of one structure; ``None`` stays ``None``."""
+    first = trees[0]
+    if first is None or isinstance(first, Tensor):
+        return None if first is None else change(*trees)
+    members = [map_tensors(change, *parts) for parts in zip(*trees, strict=True)]
+    return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
+
+
+def _where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    return torch.where(mask.reshape(-1, *([1] * (new.dim() - 1))), new, old)

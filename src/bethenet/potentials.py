@@ -1,0 +1,368 @@
+"""`LogPotentials`: the numbers of a model, one tensor per factor group, and what has been observed.
+
+A table tensor is ``[batch | 1, factors | 1, *table]``. A leading 1 means *shared*: one table tied over all factors of
+the group (a hidden Markov model's transitions), or one model for a whole batch of evidence. Sharing is kept, never
+expanded; engines exploit it. Entries may be ``-inf``: that configuration is impossible.
+
+Evidence changes no table. It adds one term per state of a variable, ``[batch | 1, variables | 1, states]`` per variable
+group: zero where nothing is known, ``-inf`` at the states that an observation rules out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from bethenet.graph import FactorGraph
+
+UNOBSERVED = -1
+
+Evidence = Mapping[int | str, Any] | Tensor
+
+
+class LogPotentials:
+    """Log-potentials of every factor of a graph, and log-terms of its variables where there is evidence.
+
+    Args:
+        graph: the structure; moved to the tables' device.
+        tables: for each factor group a tensor ``[batch | 1, factors | 1, *table]``.
+        node_terms: for each variable group a tensor ``[batch | 1, variables | 1, states]``; zeros by default.
+        observed: the state of each variable ``[batch | 1, variables]``, -1 where it is not observed. Only says which of
+            the ``node_terms`` are hard observations, so that engines may remove those variables.
+
+    >>> graph = FactorGraph.chain(3)
+    >>> potentials = LogPotentials.random(graph, generator=torch.Generator().manual_seed(0))
+    >>> [tuple(table.shape) for table in potentials.tables], potentials.batch_size
+    ([(1, 3, 2), (1, 2, 2, 2)], 1)
+    >>> potentials.clamp({0: [0, 1, 1, 0]}).batch_size
+    4
+    """
+
+    def __init__(
+        self,
+        graph: FactorGraph,
+        tables: Sequence[Tensor],
+        node_terms: Sequence[Tensor] | None = None,
+        observed: Int[Tensor, "batch variables"] | None = None,
+    ) -> None:
+        if len(tables) != len(graph.factor_groups):
+            raise ValueError(f"expected {len(graph.factor_groups)} tables, one a factor group; got {len(tables)}")
+        some = [*tables, *(node_terms or ())]
+        device = some[0].device if some else graph.device
+        self.dtype = some[0].dtype if some else torch.get_default_dtype()
+        self.graph = graph.to(device)
+        if node_terms is None:
+            node_terms = [
+                torch.zeros(1, 1, group.states, dtype=self.dtype, device=device) for group in graph.variable_groups
+            ]
+        elif len(node_terms) != len(graph.variable_groups):
+            raise ValueError(
+                f"expected {len(graph.variable_groups)} node terms, one a variable group; got {len(node_terms)}"
+            )
+        self.tables = tuple(tables)
+        self.node_terms = tuple(node_terms)
+        self.observed = observed
+        for number, (table, factors) in enumerate(zip(self.tables, graph.factor_groups, strict=True)):
+            self._check(f"table {number}", table, len(factors), factors.table_shape, "factors")
+        for number, (term, group) in enumerate(zip(self.node_terms, graph.variable_groups, strict=True)):
+            self._check(f"node term {number}", term, group.variables.numel(), (group.states,), "variables")
+        self.batch_size = self._common_batch_size()
+
+    # --- builders ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_tables(
+        cls, graph: FactorGraph, tables: Sequence[Any], *, dtype: torch.dtype | None = None
+    ) -> LogPotentials:
+        """One log-table per factor, in the factors' order (nested lists, arrays or tensors); a batch of one model.
+
+        Raises:
+            ValueError: a table's shape is not its factor's, or an entry is NaN or ``+inf``; the factor is named.
+        """
+        if len(tables) != graph.num_factors:
+            raise ValueError(f"expected {graph.num_factors} tables, one a factor; got {len(tables)}")
+        dtype = dtype or torch.get_default_dtype()
+        stacked = []
+        for group in graph.factor_groups:
+            members = []
+            for factor in group.factors.tolist():
+                table = torch.as_tensor(tables[factor], dtype=dtype)
+                if tuple(table.shape) != group.table_shape:
+                    raise ValueError(
+                        f"factor {factor} over variables {graph.scope(factor)}: expected a table of shape "
+                        f"{group.table_shape}, got {tuple(table.shape)}"
+                    )
+                members.append(table)
+            table = torch.stack(members).unsqueeze(0)
+            wrong = torch.isnan(table) | (table == math.inf)
+            if wrong.any():
+                factor = int(group.factors[torch.nonzero(wrong)[0][1]])
+                raise ValueError(
+                    f"factor {factor} over variables {graph.scope(factor)}: a log-potential is a number or -inf, "
+                    f"got {float(table[wrong][0])}"
+                )
+            stacked.append(table)
+        return cls(graph, stacked, _zero_terms(graph, dtype))
+
+    @classmethod
+    def from_factors(
+        cls,
+        state_counts: Sequence[int],
+        factors: Sequence[tuple[Sequence[int | str], Any]],
+        names: Sequence[str] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> LogPotentials:
+        """Graph and numbers at once, from pairs (scope, log-table).
+
+        >>> model = LogPotentials.from_factors([2, 2], [(("rain", "wet"), [[0.0, -2.0], [-1.0, 0.5]])], ["rain", "wet"])
+        >>> model.graph.num_factors
+        1
+        """
+        graph = FactorGraph(state_counts, [scope for scope, _ in factors], names)
+        return cls.from_tables(graph, [table for _, table in factors], dtype=dtype)
+
+    @classmethod
+    def random(
+        cls,
+        graph: FactorGraph,
+        scale: float = 1.0,
+        *,
+        batch_size: int = 1,
+        dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
+    ) -> LogPotentials:
+        """Independent normal log-potentials of standard deviation ``scale`` in every entry of every table."""
+        dtype = dtype or torch.get_default_dtype()
+        tables = [
+            scale * torch.randn(batch_size, len(group), *group.table_shape, dtype=dtype, generator=generator)
+            for group in graph.factor_groups
+        ]
+        return cls(graph, [table.to(graph.device) for table in tables], _zero_terms(graph, dtype))
+
+    @classmethod
+    def stack(cls, members: Sequence[LogPotentials]) -> LogPotentials:
+        """A batch from models over one and the same graph object."""
+        if not members:
+            raise ValueError("expected at least one model to stack, got none")
+        first = members[0]
+        if any(member.graph is not first.graph for member in members):
+            raise ValueError("models stack into a batch only if they share one graph object")
+        sizes = [member.batch_size for member in members]
+
+        def join(tensors: list[Tensor], spread: bool) -> Tensor:
+            widths = [max(tensor.shape[1] for tensor in tensors)] if spread else []
+            return torch.cat(
+                [t.expand(size, *widths, *t.shape[1 + len(widths) :]) for t, size in zip(tensors, sizes, strict=True)]
+            )
+
+        observed = None
+        if any(member.observed is not None for member in members):
+            blank = torch.full((1, first.graph.num_variables), UNOBSERVED, device=first.device)
+            observed = join([blank if m.observed is None else m.observed for m in members], spread=False)
+        return cls(
+            first.graph,
+            [join([m.tables[g] for m in members], spread=True) for g in range(len(first.tables))],
+            [join([m.node_terms[g] for m in members], spread=True) for g in range(len(first.node_terms))],
+            observed,
+        )
+
+    # --- evidence ---------------------------------------------------------------------------------------------------
+
+    def clamp(self, evidence: Evidence) -> LogPotentials:
+        """The model given evidence; several calls add up.
+
+        Args:
+            evidence: a mapping from variables (numbers or names) to what is known of each: a state; ``[batch]`` states,
+                one for each member of a batch (-1: not observed in that member); or soft evidence, a floating-point
+                vector ``[states]`` or ``[batch, states]`` of non-negative likelihoods by which the variable's states
+                are weighted. Or, for all variables at once, an integer tensor of states ``[variables]`` or
+                ``[batch, variables]``, -1 where nothing is observed.
+
+        Raises:
+            ValueError: an unknown variable, a state it does not have, or weights that are negative or not finite.
+        """
+        if isinstance(evidence, Tensor):
+            return self._clamp_states(evidence)
+        states: dict[int, Tensor] = {}
+        soft: dict[int, Tensor] = {}
+        for variable, value in evidence.items():
+            number = self.graph.variable_number(variable)
+            tensor = torch.as_tensor(value, device=self.device)
+            (soft if tensor.is_floating_point() else states)[number] = tensor
+        result = self
+        if states:
+            for number, tensor in states.items():
+                if tensor.dim() > 1:
+                    raise ValueError(
+                        f"variable {number}: observed states have shape [] or [batch], got {tuple(tensor.shape)}"
+                    )
+            batch = max(tensor.numel() for tensor in states.values())
+            table = torch.full((batch, self.graph.num_variables), UNOBSERVED, device=self.device)
+            for number, tensor in states.items():
+                if tensor.numel() not in (1, batch):
+                    raise ValueError(f"variable {number}: expected 1 or {batch} observed states, got {tensor.numel()}")
+                table[:, number] = tensor
+            result = result._clamp_states(table)
+        for number, weights in soft.items():
+            result = result._weigh(number, weights)
+        return result
+
+    def _clamp_states(self, states: Tensor) -> LogPotentials:
+        states = states.to(self.device)
+        if states.dim() == 1:
+            states = states.unsqueeze(0)
+        variables = self.graph.num_variables
+        if states.is_floating_point() or states.dim() != 2 or states.shape[1] != variables:
+            raise ValueError(
+                f"expected integer states of shape [{variables}] or [batch, {variables}], -1 where not observed; "
+                f"got {states.dtype} of shape {tuple(states.shape)}"
+            )
+        wrong = (states < UNOBSERVED) | (states >= self.graph.state_counts)
+        if wrong.any():
+            member, variable = (int(i) for i in torch.nonzero(wrong)[0])
+            raise ValueError(
+                f"variable {variable}: expected a state from 0 to {int(self.graph.state_counts[variable]) - 1} "
+                f"(or -1: not observed), got {int(states[member, variable])}"
+            )
+        terms = []
+        for term, group in zip(self.node_terms, self.graph.variable_groups, strict=True):
+            seen = states[:, group.variables].unsqueeze(-1)
+            allowed = (seen == UNOBSERVED) | (seen == torch.arange(group.states, device=self.device))
+            certainty = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
+            terms.append(term + certainty.masked_fill(~allowed, -math.inf))
+        observed = states if self.observed is None else torch.where(states == UNOBSERVED, self.observed, states)
+        return LogPotentials(self.graph, self.tables, terms, observed)
+
+    def _weigh(self, variable: int, weights: Tensor) -> LogPotentials:
+        group, row = self.graph.locate_variable(variable)
+        members = self.graph.variable_groups[group]
+        if weights.dim() not in (1, 2) or weights.shape[-1] != members.states:
+            raise ValueError(
+                f"variable {variable}: soft evidence has shape [{members.states}] or [batch, {members.states}], "
+                f"got {tuple(weights.shape)}"
+            )
+        if not bool(((weights >= 0) & torch.isfinite(weights)).all()):
+            raise ValueError(f"variable {variable}: soft evidence is non-negative and finite, got {weights.tolist()}")
+        weights = weights.to(self.dtype).reshape(-1, members.states)
+        old = self.node_terms[group]
+        term = old.expand(max(old.shape[0], weights.shape[0]), members.variables.numel(), members.states).clone()
+        term[:, row] = term[:, row] + weights.log()
+        terms = [*self.node_terms]
+        terms[group] = term
+        return LogPotentials(self.graph, self.tables, terms, self.observed)
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where the numbers are."""
+        return self.graph.device
+
+    @cached_property
+    def has_zeros(self) -> bool:
+        """Whether any configuration of any factor or variable is impossible (``-inf``). Looks at the numbers once."""
+        return any(bool((tensor == -math.inf).any()) for tensor in (*self.tables, *self.node_terms))
+
+    def table(self, factor: int) -> Float[Tensor, batch * table]:
+        """The log-table(s) of one factor, without evidence."""
+        group, row = self.graph.locate_factor(factor)
+        table = self.tables[group]
+        return table[:, row if table.shape[1] > 1 else 0]
+
+    def score(self, states: Int[Tensor, "*samples variables"]) -> Float[Tensor, "*samples batch"]:
+        """Log of the unnormalised probability (nats) of complete assignments, evidence counted.
+
+        The last axis is this object's batch: every assignment is scored under every member.
+        """
+        flat = states.reshape(-1, states.shape[-1]).to(self.device)
+        total = torch.zeros(flat.shape[0], self.batch_size, dtype=self.dtype, device=self.device)
+        for table, group in zip(self.tables, self.graph.factor_groups, strict=True):
+            total = total + _pick(table, flat[:, group.variables])
+        for term, variables in zip(self.node_terms, self.graph.variable_groups, strict=True):
+            total = total + _pick(term, flat[:, variables.variables].unsqueeze(-1))
+        return total.reshape(*states.shape[:-1], self.batch_size)
+
+    def __getitem__(self, member: int | slice | Tensor) -> LogPotentials:
+        """One member of the batch (as a batch of one), a slice of it, or those an index tensor names. Whatever is
+        shared over the batch stays shared.
+        """
+        if isinstance(member, int):
+            if not -self.batch_size <= member < self.batch_size:
+                raise IndexError(f"member {member} of a batch of {self.batch_size}")
+            member %= self.batch_size
+            member = slice(member, member + 1)
+
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor if tensor.shape[0] == 1 else tensor[member]
+
+        observed = None if self.observed is None else cut(self.observed)
+        return LogPotentials(self.graph, [cut(t) for t in self.tables], [cut(t) for t in self.node_terms], observed)
+
+    def map(self, change: Any) -> LogPotentials:
+        """The same graph and evidence with ``change`` applied to every table and node term."""
+        return LogPotentials(
+            self.graph, [change(t) for t in self.tables], [change(t) for t in self.node_terms], self.observed
+        )
+
+    def detach(self) -> LogPotentials:
+        """The same numbers as constants."""
+        return self.map(lambda tensor: tensor.detach())
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LogPotentials:
+        """The same model on another device or in another floating-point type."""
+        graph = self.graph if device is None else self.graph.to(device)
+        observed = None if self.observed is None else self.observed.to(graph.device)
+        return LogPotentials(
+            graph,
+            [table.to(device=graph.device, dtype=dtype or table.dtype) for table in self.tables],
+            [term.to(device=graph.device, dtype=dtype or term.dtype) for term in self.node_terms],
+            observed,
+        )
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(str(list(table.shape)) for table in self.tables)
+        return f"LogPotentials({self.graph}, batch {self.batch_size}, tables {shapes or 'none'}, {self.dtype})"
+
+    # --- checks -----------------------------------------------------------------------------------------------------
+
+    def _check(self, what: str, tensor: Tensor, members: int, shape: tuple[int, ...], kind: str) -> None:
+        expected = f"[batch or 1, {members} {kind} or 1, {', '.join(map(str, shape))}]"
+        if tensor.dim() != 2 + len(shape) or tuple(tensor.shape[2:]) != shape or tensor.shape[1] not in (1, members):
+            raise ValueError(f"{what}: expected shape {expected}, got {list(tensor.shape)}")
+        if tensor.dtype != self.dtype or not tensor.is_floating_point():
+            raise ValueError(f"{what}: expected {self.dtype} as the first table, got {tensor.dtype}")
+        if tensor.device != self.graph.device:
+            raise ValueError(f"{what}: expected to be on {self.graph.device}, is on {tensor.device}")
+
+    def _common_batch_size(self) -> int:
+        tensors: list[Tensor] = [*self.tables, *self.node_terms]
+        if self.observed is not None:
+            tensors.append(self.observed)
+        sizes = {tensor.shape[0] for tensor in tensors} - {1}
+        if len(sizes) > 1:
+            raise ValueError(f"batch sizes differ: {sorted(sizes)}; each tensor has one common size or 1")
+        return sizes.pop() if sizes else 1
+
+
+def _zero_terms(graph: FactorGraph, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.zeros(1, 1, group.states, dtype=dtype, device=graph.device) for group in graph.variable_groups]
+
+
+def _pick(table: Tensor, states: Tensor) -> Tensor:
+    """Sum over members of ``table`` [B | 1, M | 1, *shape] at ``states`` [S, M, arity]; the result is [S, B | 1]."""
+    batch, members = table.shape[:2]
+    strides = torch.tensor(
+        [math.prod(table.shape[3 + axis :]) for axis in range(states.shape[-1])], dtype=torch.long, device=table.device
+    )
+    cells = (states * strides).sum(-1)
+    flat = table.reshape(batch, members, -1)
+    entries = flat.shape[-1]
+    rows = torch.arange(states.shape[1], device=table.device) * entries if members > 1 else 0
+    return flat.reshape(batch, -1)[:, (cells + rows).flatten()].reshape(batch, *cells.shape).sum(-1).T
