@@ -70,8 +70,8 @@ def binarise(
 
     Args:
         images: an array, tensor or nested list ``[images, pixels]`` or ``[images, rows, columns]``.
-        threshold: 1 where a pixel is above it, in the pixels' own units. ``None``: each pixel is drawn to be 1 with its value as the probability
-            (so all values must lie in [0, 1]).
+        threshold: 1 where a pixel is above it, in the pixels' own units. ``None``: each pixel is drawn to be 1 with its
+            value as the probability (so all values must lie in [0, 1]).
         generator: what the drawing takes its random numbers from.
     """
     array = check_images(images).flatten(1)
