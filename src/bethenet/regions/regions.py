@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from bethenet.graph import FactorGraph
+
+if TYPE_CHECKING:
+    from bethenet.regions.kikuchi import Clusters
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +48,8 @@ class Containment:
     """Rows in the child group."""
     axes: tuple[int, ...]
     """The parent's axes that are the child's, in the child's order."""
+    covers_parents: bool = False
+    """``parents`` are all rows of the parent group, in order: nothing need be gathered."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +105,37 @@ class RegionGraph:
         return cls._two_level(graph, appearance)
 
     @classmethod
+    def kikuchi(
+        cls,
+        graph: FactorGraph,
+        clusters: Clusters = "auto",
+        *,
+        max_length: int = 6,
+        max_table_entries: int = 2**20,
+    ) -> RegionGraph:
+        """Clusters of variables and all their intersections: the cluster variation method.
+
+        Args:
+            graph: the structure. A factor whose scope lies in no cluster makes a cluster of it.
+            clusters: the largest regions: lists of variables (numbers or names) or index arrays ``[clusters, size]``;
+                or ``"plaquettes"``: the chordless cycles of four variables; or ``"cycles"``: the chordless cycles of up
+                to ``max_length`` variables; or ``"auto"``: those of up to four whose tables stay small.
+            max_length: the longest of ``"cycles"``.
+            max_table_entries: no cluster may have a larger table.
+
+        Raises:
+            ValueError: a cluster's table would be too large, or a variable does not exist; the cluster is named.
+        """
+        from bethenet.regions.kikuchi import kikuchi_regions  # it builds on this module
+
+        def build() -> RegionGraph:
+            return kikuchi_regions(graph, clusters, max_length, max_table_entries)
+
+        if not isinstance(clusters, str):
+            return build()
+        return graph.compiled_as(("kikuchi regions", clusters, max_length, max_table_entries), build)
+
+    @classmethod
     def _two_level(cls, graph: FactorGraph, counting_numbers: Sequence[Tensor] | None) -> RegionGraph:
         """Factors over variables, the factors with given counting numbers (ones by default), the variables with one
         minus the sum of their factors' numbers.
@@ -122,7 +159,9 @@ class RegionGraph:
             homes.append(FactorHome(number, rows, number, rows, tuple(range(factors.arity)), whole=True))
             for axis, group in enumerate(factors.variable_groups):
                 child = len(graph.factor_groups) + group
-                containments.append(Containment(number, child, rows, factors.rows[:, axis], (axis,)))
+                containments.append(
+                    Containment(number, child, rows, factors.rows[:, axis], (axis,), covers_parents=True)
+                )
                 node_numbers[group].index_add_(0, factors.rows[:, axis], -counts)
         for variables, numbers in zip(graph.variable_groups, node_numbers, strict=True):
             groups.append(RegionGroup((variables.states,), variables.variables.unsqueeze(1), numbers))
