@@ -19,6 +19,8 @@ class Status(StrEnum):
 
     CONVERGED = "converged"
     """The residual is within the tolerance, and every number is finite (or an honest ``-inf``)."""
+    PREDICTED = "predicted"
+    """A network's output in one pass: nothing was iterated, so nothing can have converged."""
     ITERATION_LIMIT = "iteration limit"
     """The iterations were used up while the residual was still shrinking."""
     TIME_LIMIT = "time limit"
