@@ -3,7 +3,8 @@
 An iterative engine is a frozen dataclass of options with three methods: ``init -> state``, ``step(state) -> state,
 residual`` and ``beliefs(state)``. `IterativeEngine.run` is the loop around them. A state is a tuple (best a
 ``NamedTuple``), nested at will, of tensors whose first axis is the batch; so the loop can freeze the members that are
-done and go on with the others alone.
+done and go on with the others alone. What the three methods work on is the *problem*: the log-potentials themselves,
+or what the engine's ``prepare`` makes of them once for the whole run.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from bethenet.result import InferenceResult, Status
 
 State = Any
 """Nested tuples of tensors ``[batch, ...]`` (or ``None``)."""
+
+Problem = Any
+"""``LogPotentials``, or an engine's own form of them: it has ``batch_size``, ``dtype`` and ``device``, and indexing it by
+a tensor of members gives the problem of those."""
 
 
 class Engine(Protocol):
@@ -63,16 +68,20 @@ class IterativeEngine(ABC):
         if self.time_limit is not None and not self.time_limit > 0:
             raise ValueError(f"time_limit: expected a positive number of seconds, got {self.time_limit}")
 
+    def prepare(self, potentials: LogPotentials) -> Problem:
+        """What of the model the other methods work on: the log-potentials as they are, unless overridden."""
+        return potentials
+
     @abstractmethod
-    def init(self, potentials: LogPotentials, state: State = None, generator: torch.Generator | None = None) -> State:
+    def init(self, problem: Problem, state: State = None, generator: torch.Generator | None = None) -> State:
         """The first state; from ``state`` where one is given (warm start)."""
 
     @abstractmethod
-    def step(self, potentials: LogPotentials, state: State) -> tuple[State, Float[Tensor, " batch"]]:
+    def step(self, problem: Problem, state: State) -> tuple[State, Float[Tensor, " batch"]]:
         """One iteration: the next state and the residual of each member."""
 
     @abstractmethod
-    def beliefs(self, potentials: LogPotentials, state: State) -> Beliefs:
+    def beliefs(self, problem: Problem, state: State) -> Beliefs:
         """What the state says."""
 
     def run(
@@ -81,11 +90,10 @@ class IterativeEngine(ABC):
         """Iterate until every member has converged or a limit is reached. See `Engine.run`."""
         started = time.perf_counter()
         with torch.no_grad():
-            constant = potentials.detach()
-            first = self.init(constant, state, generator)
-            loop = Loop(self, constant, first)
+            problem = self.prepare(potentials.detach())
+            loop = Loop(self, problem, self.init(problem, state, generator))
             loop.run(started)
-            beliefs = self.beliefs(constant, loop.state)
+            beliefs = self.beliefs(problem, loop.state)
         return InferenceResult(
             method=self.name,
             beliefs=beliefs,
@@ -106,14 +114,15 @@ class Loop:
     """
 
     CHECK_EVERY = 4
-    """Iterations between looks at the residuals: each look waits for the device."""
+    """Iterations between looks at the residuals on an accelerator, where each look waits for the device."""
 
-    def __init__(self, engine: IterativeEngine, potentials: LogPotentials, state: State) -> None:
+    def __init__(self, engine: IterativeEngine, problem: Problem, state: State) -> None:
         self.engine = engine
-        self.potentials = potentials
+        self.problem = problem
         self.state = state
-        batch, device = potentials.batch_size, potentials.device
-        self.residual = torch.full((batch,), math.inf, dtype=potentials.dtype, device=device)
+        batch, device = problem.batch_size, problem.device
+        self.check_every = 1 if device.type == "cpu" else self.CHECK_EVERY
+        self.residual = torch.full((batch,), math.inf, dtype=problem.dtype, device=device)
         self.iterations: Int[Tensor, " batch"] = torch.zeros(batch, dtype=torch.long, device=device)
         self.best_early = self.residual.clone()
         self.best_late = self.residual.clone()
@@ -123,14 +132,17 @@ class Loop:
     def run(self, started: float) -> None:
         """Iterate to the end."""
         engine = self.engine
-        members = torch.arange(self.potentials.batch_size, device=self.potentials.device)
-        potentials, state = self.potentials, self.state
+        members = torch.arange(self.problem.batch_size, device=self.problem.device)
+        problem, state = self.problem, self.state
         moving = torch.ones_like(members, dtype=torch.bool)
         for iteration in range(engine.max_iterations):
-            proposal, residual = engine.step(potentials, state)
+            proposal, residual = engine.step(problem, state)
             broken = moving & ~torch.isfinite(residual)
             accepted = moving & ~broken
-            state = map_tensors(lambda new, old, a=accepted: _where(a, new, old), proposal, state)
+            if self.check_every == 1 and bool(accepted.all()):
+                state = proposal
+            else:
+                state = map_tensors(lambda new, old, a=accepted: _where(a, new, old), proposal, state)
             self.residual[members] = torch.where(moving, residual.to(self.residual.dtype), self.residual[members])
             self.iterations[members] += accepted
             self.diverged[members] |= broken
@@ -140,14 +152,14 @@ class Loop:
             if engine.time_limit is not None and time.perf_counter() - started > engine.time_limit:
                 self.timed_out = True
                 break
-            if iteration % self.CHECK_EVERY and iteration + 1 < engine.max_iterations:
+            if iteration % self.check_every and iteration + 1 < engine.max_iterations:
                 continue
             left = int(moving.sum())
             if left == 0:
                 break
             if 2 * left <= members.numel():
                 self._store(members, state)
-                members, potentials = members[moving], potentials[torch.nonzero(moving).flatten()]
+                members, problem = members[moving], problem[torch.nonzero(moving).flatten()]
                 state = map_tensors(lambda tensor, m=moving: tensor[m], state)
                 moving = torch.ones_like(members, dtype=torch.bool)
         self._store(members, state)
@@ -173,7 +185,7 @@ class Loop:
         )
 
     def _store(self, members: Tensor, state: State) -> None:
-        if members.numel() == self.potentials.batch_size:
+        if members.numel() == self.problem.batch_size:
             self.state = state
             return
 
