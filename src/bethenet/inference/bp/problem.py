@@ -1,0 +1,347 @@
+"""`Problem`: a model made ready for message passing, and what can be read off a set of messages.
+
+Messages here are lists with one tensor ``[slots, batch, width]`` per variable group (`wiring.NodeLayout`); node sums
+and fields are ``[nodes, batch, width]``, nodes in the layout's order.
+
+With weights rho (tree reweighting; all 1 in belief propagation) a slot holds ``rho log m``. The belief of a variable is
+then its field times its messages, and a factor's belief is ``Psi^(1/rho)`` times, for each of its variables, the
+variable's belief divided by ``m``: the *cavity*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from bethenet.beliefs import Beliefs
+from bethenet.errors import ImpossibleEvidenceError
+from bethenet.graph import FactorGraph
+from bethenet.inference.bp.kernels import CouplingKernel, Kernel, Mode, TableKernel, pack, spread, unpack
+from bethenet.inference.bp.wiring import NodeLayout, Wiring, compile_wiring
+from bethenet.numerics import log_normalize
+from bethenet.potentials import LogPotentials
+from bethenet.regions import RegionGraph
+
+Messages = list[Tensor]
+Weights = Sequence[Float[Tensor, " factors"]]
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """The product (in logarithms) of a variable's field and messages, impossible states counted apart: taking one
+    message out again is exact.
+    """
+
+    finite: Float[Tensor, "nodes batch width"]
+    zeros: Float[Tensor, "nodes batch width"] | None
+    """How many of the terms are ``-inf``; ``None`` where messages never are."""
+
+    @property
+    def total(self) -> Tensor:
+        """The sum."""
+        return self.finite if self.zeros is None else self.finite.masked_fill(self.zeros > 0, -math.inf)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The numbers of a model as message passing wants them."""
+
+    graph: FactorGraph
+    wiring: Wiring
+    kernels: tuple[Kernel | None, ...]
+    """For each factor group of arity 2 or more."""
+    fields: tuple[Float[Tensor, "nodes batch width"], ...]
+    """For each variable group everything that concerns one variable alone."""
+    weights: tuple[Float[Tensor, "factors 1 1"], ...] | None
+    slot_weights: tuple[Float[Tensor, "slots 1 1"], ...] | None
+    couplings: tuple[Float[Tensor, "slots batch 1"] | None, ...]
+    """By slot, for a variable group all of whose messages go through one `CouplingKernel` between its own variables."""
+    batch_size: int
+    mode: Mode
+    has_impossible_tables: bool
+    """Whether messages can hold ``-inf``."""
+    has_impossible_states: bool
+    """Whether fields can."""
+    rounding: Float[Tensor, ""]
+    """The change of a message that rounding alone can cause."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all numbers."""
+        return self.rounding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the numbers are."""
+        return self.rounding.device
+
+    def __getitem__(self, members: Tensor) -> Problem:
+        """The problem of some members of the batch."""
+
+        def cut(tensor: Tensor | None) -> Tensor | None:
+            return tensor if tensor is None or tensor.shape[1] == 1 else tensor[:, members]
+
+        return replace(
+            self,
+            kernels=tuple(None if kernel is None else kernel.select(members) for kernel in self.kernels),
+            fields=tuple(cut(field) for field in self.fields),
+            couplings=tuple(cut(coupling) for coupling in self.couplings),
+            batch_size=members.numel(),
+        )
+
+    # --- messages ---------------------------------------------------------------------------------------------------
+
+    def uniform(self) -> Messages:
+        """Messages that say nothing."""
+        return [
+            torch.zeros(layout.num_slots, self.batch_size, message_width(layout.states), dtype=self.dtype, device=self.device)
+            for layout in self.wiring.layouts
+        ]
+
+    def no_change(self) -> Float[Tensor, " batch"]:
+        """A change of zero for each member."""
+        return torch.zeros(self.batch_size, dtype=self.dtype, device=self.device)
+
+    def open(self, messages: Sequence[Tensor]) -> Messages:
+        """Messages as a state keeps them, as this problem computes with them."""
+        if not self.has_impossible_tables:
+            return list(messages)
+        return [_unpack_hard(m) if y.states == 2 else m for m, y in zip(messages, self.wiring.layouts, strict=True)]
+
+    def close(self, messages: Messages) -> Messages:
+        """The inverse of `open`."""
+        if not self.has_impossible_tables:
+            return messages
+        return [pack(m) if y.states == 2 else m for m, y in zip(messages, self.wiring.layouts, strict=True)]
+
+    def normalized(self, messages: Tensor) -> Tensor:
+        """Messages scaled to sum to one; log-odds are free of scale already."""
+        return messages if messages.shape[-1] == 1 and not self.has_impossible_tables else log_normalize(messages, -1)
+
+    def sums(self, messages: Messages) -> list[Sums]:
+        """Per variable group, the field and all messages of each variable."""
+        return [
+            self._sums(field, part, layout)
+            for field, part, layout in zip(self.fields, messages, self.wiring.layouts, strict=True)
+        ]
+
+    def _sums(self, field: Tensor, messages: Tensor, layout: NodeLayout) -> Sums:
+        if not self.has_impossible_tables:
+            return Sums(_node_sum(field, messages, layout), None)
+        finite, zeros = split(messages)
+        field, field_zeros = split(field)
+        return Sums(_node_sum(field, finite, layout), _node_sum(field_zeros, zeros, layout))
+
+    def cavity(self, sums: Sums, messages: Tensor, weights: Tensor | None) -> Tensor:
+        """What a variable says to a factor: everything it knows but what the factor told it.
+
+        Args:
+            sums: those of the variables, in the order of the messages.
+            messages: those from the factors.
+            weights: the factors' weights.
+        """
+        if sums.zeros is None:
+            return sums.finite - (messages if weights is None else messages / weights)
+        finite, zeros = split(messages)
+        finite = sums.finite - (finite if weights is None else finite / weights)
+        return finite.masked_fill(sums.zeros - zeros > 0, -math.inf)
+
+    def cavities(self, sums: Sums, messages: Tensor, group: int) -> Tensor:
+        """The cavities of all slots of a variable group."""
+        weights = None if self.slot_weights is None else self.slot_weights[group]
+        pieces = []
+        for bucket in self.wiring.layouts[group].buckets:
+            shape = (bucket.degree, bucket.nodes.stop - bucket.nodes.start)
+            zeros = None if sums.zeros is None else sums.zeros[bucket.nodes].unsqueeze(0)
+            pieces.append(
+                self.cavity(
+                    Sums(sums.finite[bucket.nodes].unsqueeze(0), zeros),
+                    messages[bucket.slots].unflatten(0, shape),
+                    None if weights is None else weights[bucket.slots].unflatten(0, shape),
+                ).flatten(0, 1)
+            )
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else messages
+
+    # --- beliefs ----------------------------------------------------------------------------------------------------
+
+    def logits(self, messages: Messages) -> tuple[list[Tensor], list[Tensor]]:
+        """Unnormalised log-beliefs of all factors ``[batch, factors, *table]`` and all variables, per group of each.
+
+        Factors of one variable have that variable's belief; those of none have the number 0.
+        """
+        sums = self.sums(messages)
+        nodes = []
+        for part, layout in zip(sums, self.wiring.layouts, strict=True):
+            total = unpack(part.total) if part.total.shape[-1] < layout.states else part.total
+            nodes.append(total.index_select(0, layout.positions).transpose(0, 1))
+        cavities = [self.cavities(s, m, g) for g, (s, m) in enumerate(zip(sums, messages, strict=True))]
+        factors = []
+        for number, group in enumerate(self.graph.factor_groups):
+            kernel = self.kernels[number]
+            if kernel is None:
+                one = torch.zeros(self.batch_size, len(group), dtype=self.dtype, device=self.device)
+                factors.append(nodes[group.variable_groups[0]].index_select(1, group.rows[:, 0]) if group.arity else one)
+                continue
+            logits = kernel.log_table
+            for axis, slots in enumerate(self.wiring.slots[number]):
+                incoming = cavities[group.variable_groups[axis]].index_select(0, slots)
+                full = unpack(incoming) if incoming.shape[-1] < group.table_shape[axis] else incoming
+                logits = logits + spread(full, axis, group.arity)
+            factors.append(logits.transpose(0, 1))
+        return factors, nodes
+
+    def beliefs(self, messages: Messages, regions: RegionGraph) -> Beliefs:
+        """The beliefs of all factors and variables, normalised.
+
+        Raises:
+            ImpossibleEvidenceError: every state of some variable or factor is impossible.
+        """
+        factors, nodes = self.logits(messages)
+        tables = [log_normalize(part, range(2, part.dim())) for part in (*factors, *nodes)]
+        if self.has_impossible_tables or self.has_impossible_states:
+            for table in tables:
+                refuse_impossible((table == -math.inf).flatten(2).all(-1).any(-1) if table.dim() > 2 else None)
+        return Beliefs(regions, tables)
+
+
+def prepare(potentials: LogPotentials, mode: Mode = "sum", weights: Weights | None = None) -> Problem:
+    """Everything about a model that stays the same from one iteration to the next."""
+    graph = potentials.graph
+    wiring = graph.compiled(compile_wiring)
+    hard = potentials.has_zeros and any(
+        bool((table == -math.inf).any()) for table in potentials.tables if table.dim() >= 4
+    )
+    fields = [term.transpose(0, 1) for term in potentials.node_terms]
+    kernels: list[Kernel | None] = []
+    for number, group in enumerate(graph.factor_groups):
+        table = potentials.tables[number].transpose(0, 1)
+        if group.arity < 2:
+            kernels.append(None)
+            if group.arity == 1:
+                reader = group.variable_groups[0]
+                fields[reader] = _add_rows(fields[reader], group.rows[:, 0], table, graph.variable_groups[reader].variables)
+            continue
+        share = None if weights is None else weights[number].to(table)
+        if group.table_shape == (2, 2) and not hard:
+            coupling, coupling_fields = _reduce(table)
+            for axis, part in enumerate(coupling_fields):
+                reader = group.variable_groups[axis]
+                fields[reader] = _add_rows(fields[reader], group.rows[:, axis], part, graph.variable_groups[reader].variables)
+            kernels.append(CouplingKernel(coupling if share is None else coupling / share.reshape(-1, 1, 1), mode))
+            continue
+        scaled = table if share is None else table / share.reshape(-1, *([1] * (group.arity + 1)))
+        widths = tuple(states if hard else message_width(states) for states in group.table_shape)
+        kernels.append(TableKernel.build(scaled, widths, mode))
+    return Problem(
+        graph=graph,
+        wiring=wiring,
+        kernels=tuple(kernels),
+        fields=tuple(_packed_fields(fields, wiring, hard, potentials.has_zeros)),
+        weights=None if weights is None else tuple(w.to(potentials.dtype).reshape(-1, 1, 1) for w in weights),
+        slot_weights=None if weights is None else tuple(_slot_weights(wiring, weights, potentials.dtype)),
+        couplings=tuple(_slot_couplings(wiring, kernels)),
+        batch_size=potentials.batch_size,
+        mode=mode,
+        has_impossible_tables=hard,
+        has_impossible_states=potentials.has_zeros,
+        rounding=_rounding(potentials),
+    )
+
+
+def message_width(states: int) -> int:
+    """How many numbers a state keeps for a message to a variable of so many states."""
+    return 1 if states == 2 else states
+
+
+def _unpack_hard(log_odds: Tensor) -> Tensor:
+    """Log-messages that sum to one. The log-odds of a contradiction (both states impossible) are NaN."""
+    return torch.where(torch.isnan(log_odds), -math.inf, log_normalize(unpack(log_odds), -1))
+
+
+def split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """``values`` with 0 for ``-inf``, and 1 where they are ``-inf``."""
+    impossible = values == -math.inf
+    return values.masked_fill(impossible, 0.0), impossible.to(values.dtype)
+
+
+def refuse_impossible(members: Tensor | None) -> None:
+    """Raise if any member of the batch is marked."""
+    if members is not None and bool(members.any()):
+        which = torch.nonzero(members).flatten().tolist()
+        raise ImpossibleEvidenceError(f"the evidence has probability zero in members {which[:8]} of the batch")
+
+
+def _node_sum(field: Tensor, messages: Tensor, layout: NodeLayout) -> Tensor:
+    pieces = []
+    for bucket in layout.buckets:
+        shape = (bucket.degree, bucket.nodes.stop - bucket.nodes.start)
+        pieces.append(messages[bucket.slots].unflatten(0, shape).sum(0))
+    summed = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else messages
+    return summed + field
+
+
+def _add_rows(field: Tensor, rows: Tensor, values: Tensor, variables: Tensor) -> Tensor:
+    """``field`` [nodes | 1, batch | 1, states] with ``values`` [members | 1, batch | 1, states] added at ``rows``."""
+    nodes, batch = variables.numel(), max(field.shape[1], values.shape[1])
+    field = field.expand(nodes, batch, field.shape[2])
+    return field.index_add(0, rows, values.expand(rows.numel(), batch, values.shape[2]))
+
+
+def _reduce(table: Float[Tensor, "factors batch 2 2"]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """A 2 x 2 log-table as ``J s t + a s + b t + constant``: ``2 J``, and the two fields as log-terms."""
+    t00, t01, t10, t11 = table.flatten(2).unbind(-1)
+    coupling = (t00 - t01 - t10 + t11) / 2
+    first, second = (t10 + t11 - t00 - t01) / 4, (t01 + t11 - t00 - t10) / 4
+    return coupling.unsqueeze(-1), (torch.stack([-first, first], -1), torch.stack([-second, second], -1))
+
+
+def _packed_fields(fields: list[Tensor], wiring: Wiring, hard: bool, has_zeros: bool) -> list[Tensor]:
+    result = []
+    for field, layout in zip(fields, wiring.layouts, strict=True):
+        if has_zeros:
+            refuse_impossible((field == -math.inf).all(-1).any(0).expand(field.shape[1]))
+        if layout.states == 2 and not hard:
+            field = pack(field)
+        result.append(field if field.shape[0] == 1 else field.index_select(0, layout.rows))
+    return result
+
+
+def _slot_weights(wiring: Wiring, weights: Weights, dtype: torch.dtype) -> list[Tensor]:
+    result = []
+    for layout, edges in zip(wiring.layouts, wiring.edges, strict=True):
+        pieces = [weights[group].to(dtype) for group, _ in edges]
+        padding = torch.ones(1, dtype=dtype, device=layout.rows.device)
+        result.append(torch.cat([*pieces, padding]).index_select(0, layout.edge_of_slot).reshape(-1, 1, 1))
+    return result
+
+
+def _slot_couplings(wiring: Wiring, kernels: Sequence[Kernel | None]) -> list[Tensor | None]:
+    result: list[Tensor | None] = []
+    for layout, edges, reverse in zip(wiring.layouts, wiring.edges, wiring.reverse, strict=True):
+        kernel = kernels[edges[0][0]] if reverse is not None else None
+        if not isinstance(kernel, CouplingKernel):
+            result.append(None)
+            continue
+        coupling, factors = kernel.coupling, wiring.slots[edges[0][0]][0].numel()
+        if coupling.shape[0] == 1 and layout.num_slots > 2 * factors:
+            coupling = coupling.expand(factors, *coupling.shape[1:])
+        if coupling.shape[0] > 1:
+            padding = torch.zeros_like(coupling[:1])
+            coupling = torch.cat([coupling, coupling, padding]).index_select(0, layout.edge_of_slot)
+        result.append(coupling)
+    return result
+
+
+def _rounding(potentials: LogPotentials) -> Tensor:
+    """A message's log-ratios are no larger than the widest log-table, so this bounds what rounding does to them."""
+    widest = torch.ones((), dtype=potentials.dtype, device=potentials.device)
+    for table in potentials.tables:
+        if table.dim() >= 4 and table.numel():
+            finite = table.detach().masked_fill(table == -math.inf, 0.0)
+            widest = torch.maximum(widest, finite.abs().amax())
+    return 8 * torch.finfo(potentials.dtype).eps * widest
