@@ -1,0 +1,219 @@
+"""What the text formats have in common: bounded reading, numbers with their line, atomic writing."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import tempfile
+import zlib
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from bethenet.errors import ModelFileError
+from bethenet.formats.decimals import LONGEST, Floats, Integers, read_logarithms
+
+MAX_BYTES = 2**28
+"""Bytes of text (256 MiB) that are read at most, whatever a compressed file would expand to."""
+
+_BLOCK = 2**20
+_CHUNK = 2**22
+_GZIP = b"\x1f\x8b"
+_TOKEN = re.compile(rb"[^\s]+")
+_SPACE = re.compile(rb"\s")
+_COMMENT = re.compile(rb"#[^\r\n]*")
+
+
+def read_text(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """A file's text without its comments (from ``#`` to the end of the line), decompressed if it is gzip's.
+
+    Raises:
+        ModelFileError: damaged gzip data, or more than ``max_bytes`` of text.
+        OSError: the file cannot be read.
+    """
+    blocks, size = [], 0
+    with open(path, "rb") as file:
+        compressed = file.peek(2)[:2] == _GZIP
+        stream: BinaryIO | gzip.GzipFile = gzip.GzipFile(fileobj=file) if compressed else file
+        try:
+            while size <= max_bytes and (block := stream.read(_BLOCK)):
+                blocks.append(block)
+                size += len(block)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ModelFileError(path, 1, f"expected gzip data, found it damaged ({error})") from None
+    if size > max_bytes:
+        lines = sum(block.count(b"\n") for block in blocks)
+        raise ModelFileError(path, lines + 1, f"expected at most {max_bytes} bytes of text, found more")
+    text = b"".join(blocks).removeprefix(b"\xef\xbb\xbf")
+    return _COMMENT.sub(b"", text) if b"#" in text else text
+
+
+class Numbers:
+    """The numbers in a text, in order, each with its logarithm and (where there is something to say about it) its line.
+
+    Args:
+        path: the file's name, for error messages.
+        text: what stands in it.
+        start: where in the text the numbers begin.
+    """
+
+    def __init__(self, path: str | Path, text: bytes, start: int = 0) -> None:
+        self.path = path
+        self._text = text
+        self._start = start
+        values, logarithms, self._first = [], [], [0]
+        for begin, end in self._chunks():
+            tokens = text[begin:end].split()
+            chunk = self._floats(tokens, begin)
+            values.append(chunk)
+            logarithms.append(read_logarithms(tokens, chunk))
+            self._first.append(self._first[-1] + len(tokens))
+        self.values: Floats = np.concatenate([*values, np.empty(0)])
+        self.logarithms: Floats = np.concatenate([*logarithms, np.empty(0)])
+
+    def __len__(self) -> int:
+        return self.values.size
+
+    def whole(self, position: int, what: str, least: int = 0, most: int | None = None) -> int:
+        """The whole number at a position, or an error that says ``what`` was expected there."""
+        if position >= len(self):
+            raise self.error(position, f"expected {what}, found the end of the file")
+        return int(self.wholes(np.array([position]), what, least, most)[0])
+
+    def wholes(self, positions: Integers, what: str, least: int = 0, most: int | None = None) -> Integers:
+        """The whole numbers at positions (any shape) that exist."""
+        found = self.values[positions]
+        wrong = ~((found >= least) & (found <= (2**53 if most is None else most)) & (found == np.floor(found)))
+        if wrong.any():
+            limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+            position = int(positions[wrong].min())
+            raise self.error(position, f"expected {what}, a whole number {limits}, found {self.token(position)}")
+        result: Integers = found.astype(np.int64)
+        return result
+
+    def require(self, position: int, count: float, what: str) -> None:
+        """Refuse a file in which fewer than ``count`` numbers stand from ``position`` on."""
+        if len(self) - position < count:
+            left = max(len(self) - position, 0)
+            raise self.error(len(self), f"expected {count:.0f} {what}, found {left} before the end of the file")
+
+    def require_end(self, position: int) -> None:
+        """Refuse a file in which anything stands from ``position`` on."""
+        if position < len(self):
+            raise self.error(position, f"expected the end of the file, found {self.token(position)}")
+
+    def require_potentials(self, positions: Integers | slice) -> Floats:
+        """The logarithms at positions, where every number must be non-negative and finite."""
+        result: Floats = self.logarithms[positions]
+        wrong = ~(result < np.inf)
+        if wrong.any():
+            position = int(np.arange(len(self))[positions][wrong].min())
+            raise self.error(position, f"expected a finite number of at least 0, found {self.token(position)}")
+        return result
+
+    def token(self, position: int) -> str:
+        """What stands at a position, fit to be printed."""
+        begin, end = self._span(position)
+        return _printable(self._text[begin:end])
+
+    def error(self, position: int, problem: str) -> ModelFileError:
+        """An error at a position (the last line, where it is beyond the end)."""
+        offset = self._span(position)[0] if position < len(self) else len(self._text.rstrip())
+        return ModelFileError(self.path, line_of(self._text, offset), problem)
+
+    def _chunks(self) -> list[tuple[int, int]]:
+        chunks, begin = [], self._start
+        while begin < len(self._text):
+            space = _SPACE.search(self._text, begin + _CHUNK)
+            end = space.start() if space else len(self._text)
+            chunks.append((begin, end))
+            begin = end
+        return chunks
+
+    def _floats(self, tokens: list[bytes], begin: int) -> Floats:
+        longest = max(map(len, tokens), default=0)
+        try:
+            if longest <= LONGEST and b"_" not in b"".join(tokens):
+                return np.array(list(map(float, tokens)), dtype=np.float64)
+        except ValueError:
+            pass
+        for match in _TOKEN.finditer(self._text, begin):
+            token, line = match[0], line_of(self._text, match.start())
+            if len(token) > LONGEST:
+                raise ModelFileError(
+                    self.path, line, f"expected a number of at most {LONGEST} characters, found one of {len(token)}"
+                )
+            if not _is_number(token):
+                raise ModelFileError(self.path, line, f"expected a number, found {_printable(token)}")
+        raise AssertionError("a chunk that is no array of numbers holds a token that is no number")
+
+    def _span(self, position: int) -> tuple[int, int]:
+        chunk = int(np.searchsorted(self._first, position, side="right")) - 1
+        begin, _ = self._chunks()[chunk]
+        for number, match in enumerate(_TOKEN.finditer(self._text, begin), self._first[chunk]):
+            if number == position:
+                return match.span()
+        raise IndexError(position)
+
+
+def line_of(text: bytes, offset: int) -> int:
+    """The number, from 1, of the line that a byte stands in."""
+    return text.count(b"\n", 0, offset) + 1
+
+
+def first_word(path: str | Path, text: bytes) -> tuple[str, int, int]:
+    """The first word of a text, where it ends, and its line."""
+    match = _TOKEN.search(text)
+    if match is None:
+        return "", len(text), 1
+    return _printable(match[0]), match.end(), line_of(text, match.start())
+
+
+def _is_number(token: bytes) -> bool:
+    try:
+        float(token)
+    except ValueError:
+        return False
+    return b"_" not in token
+
+
+def _printable(token: bytes) -> str:
+    text = "".join(chr(byte) if 32 < byte < 127 else f"\\x{byte:02x}" for byte in token[:40])
+    return f"'{text}...'" if len(token) > 40 else f"'{text}'"
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all; gzip-compressed where its name ends in ``.gz``."""
+    data = text.encode()
+    write_bytes(path, gzip.compress(data, mtime=0) if Path(path).suffix == ".gz" else data)
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Write a file so that it is there whole or not at all: first under another name, which is then changed.
+
+    What is not an ordinary file (``/dev/stdout``, a pipe) is written to directly.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        with open(target, "wb") as file:
+            file.write(data)
+        return
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask())
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
