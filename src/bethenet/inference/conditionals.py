@@ -126,8 +126,11 @@ class _BoundReader:
         """[factors, chains, batch, states]: each factor's table at its other variables' states."""
         cells = self.first
         for axis in range(len(self.other_shape)):
-            cells = cells + states[self.others[:, axis]] * math.prod(self.other_shape[axis + 1 :])
-        return self.rows[cells].expand(self.targets.numel(), *states.shape[1:], -1)
+            neighbours = states.index_select(0, self.others[:, axis])
+            cells = torch.add(cells, neighbours, alpha=math.prod(self.other_shape[axis + 1 :]))
+        # index_select is several times faster than rows[cells]
+        found = self.rows.index_select(0, cells.flatten()).reshape(*cells.shape, self.rows.shape[1])
+        return found.expand(self.targets.numel(), *states.shape[1:], -1)
 
 
 def first_cells(
@@ -143,7 +146,7 @@ def cells_of(
     """At which entry of its flattened table each member's variables stand."""
     cells = torch.zeros(*states.shape[:2], scopes.shape[0], dtype=torch.long, device=states.device)
     for axis in range(len(shape)):
-        cells = cells + states[..., scopes[:, axis]] * math.prod(shape[axis + 1 :])
+        cells = cells + states.index_select(2, scopes[:, axis]) * math.prod(shape[axis + 1 :])
     return cells
 
 
@@ -151,4 +154,5 @@ def look_up(table: Tensor, cells: Int[Tensor, "chains batch members"]) -> Float[
     """Sum over members of the entries of ``table`` ``[batch | 1, members | 1, *shape]`` at ``cells``."""
     batch, members = table.shape[:2]
     first = first_cells(batch, members, math.prod(table.shape[2:]), table.device)
-    return table.reshape(-1)[first + cells].sum(-1)
+    cells = first + cells
+    return table.reshape(-1).index_select(0, cells.flatten()).reshape(cells.shape).sum(-1)
