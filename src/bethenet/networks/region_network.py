@@ -1,14 +1,14 @@
 """A graph network on a region graph: any regions, any number of states, any graph at run time.
 
-Two messages run along every containment of a child region c in a parent p, both with one feature vector per entry of
-the *child's* table:
+Messages run between every outermost region p and every region r inside it, both ways, with a feature vector of
+``width`` channels for each entry of r's table (`bethenet.networks.wiring` has the equations):
 
-    down  m = phi(log sum exp over the parent's other variables of h_p - a)       up  a = phi'(h_c - m)
+    down  m = phi(log sum exp over p's other variables of h_p - a)       up  a = phi'(h_r - m)
 
-where ``h_r``, the features of region r, are its log-potentials plus everything sent to it. Without the learnt maps phi
-this is belief propagation, in as many identical channels as the network is wide, and so it starts: the maps are
-residual and their last layers are zero. All entries of all tables share their weights, and features are centred over
-each table. Renaming the states of a variable (for an Ising spin: turning it over together with its field and its
+where ``h``, a region's features, are its log-potentials and all that was sent to it. Without the learnt maps phi this
+is (generalised) belief propagation in as many identical channels as the network is wide, and so it starts: the maps
+are residual and their last layers are zero. All entries of all tables share their weights, and features are centred
+over each table. Renaming the states of a variable (for an Ising spin: turning it over together with its field and its
 couplings) therefore permutes the outputs and changes nothing else.
 """
 
@@ -17,10 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from bethenet.networks.fields import region_log_potentials, spread
+from bethenet.networks.wiring import Wiring
 from bethenet.potentials import LogPotentials
 from bethenet.regions import Containment, RegionGraph
 
@@ -31,12 +32,14 @@ class RegionNetwork(nn.Module):
     Args:
         width: channels per table entry.
         rounds: how often messages go down and up.
+        damping: share of its old value that each message keeps at first (it is learnt).
     """
 
-    def __init__(self, width: int = 64, rounds: int = 10) -> None:
+    def __init__(self, width: int = 64, rounds: int = 10, damping: float = 0.0) -> None:
         super().__init__()
         self.width = width
-        self.rounds = nn.ModuleList(Round(width) for _ in range(rounds))
+        self.rounds = nn.ModuleList(Round(width, damping) for _ in range(rounds))
+        self.scale = nn.Parameter(torch.ones(width))
         self.read = nn.Parameter(torch.full((width,), 1.0 / width))
 
     def forward(
@@ -44,49 +47,51 @@ class RegionNetwork(nn.Module):
     ) -> RegionEncoding:
         """See `Encoder`; this one looks at nothing but the potentials."""
         fields = region_log_potentials(potentials, regions)
-        state = Messages.silent(fields, regions, self.width)
+        wiring = Wiring.of(regions)
+        state = Messages.silent(fields, regions, wiring, self.width)
         for layer in self.rounds:
-            state = layer(state, fields, regions)
-        return RegionEncoding(self, state.gather(fields, regions, None), regions)
+            state = layer(state, fields, regions, wiring)
+        return RegionEncoding(self, state.gather(fields, regions, wiring, self.scale), regions)
 
 
 class Round(nn.Module):
     """All messages down, then all messages up."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, damping: float) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(width))
-        self.down = Update(width)
-        self.up = Update(width)
+        self.down = Update(width, damping)
+        self.up = Update(width, damping)
 
-    def forward(self, state: Messages, fields: list[Tensor], regions: RegionGraph) -> Messages:
+    def forward(self, state: Messages, fields: list[Tensor], regions: RegionGraph, wiring: Wiring) -> Messages:
         """The messages after one round."""
-        features = state.gather(fields, regions, self.scale)
+        reduced = Reductions(state.gather(fields, regions, wiring, self.scale))
         down = [
-            self.down(_sum_out(features[edge.parent_group], edge) - up, old)
-            for edge, up, old in zip(regions.containments, state.up, state.down, strict=True)
+            self.down(reduced.read(edge) - up, old)
+            for edge, up, old in zip(wiring.edges, state.up, state.down, strict=True)
         ]
-        features = Messages(down, state.up).gather(fields, regions, self.scale)
+        features = Messages(down, state.up).gather(fields, regions, wiring, self.scale)
         up = [
             self.up(features[edge.child_group][:, edge.children] - message, old)
-            for edge, message, old in zip(regions.containments, down, state.up, strict=True)
+            for edge, message, old in zip(wiring.edges, down, state.up, strict=True)
         ]
         return Messages(down, up)
 
 
 class Update(nn.Module):
-    """The learnt map of a message: itself, plus a two-layer map of itself and its predecessor."""
+    """The learnt map of a message: itself and its predecessor, plus a two-layer map of both."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, damping: float) -> None:
         super().__init__()
         self.new = nn.Linear(width, width, bias=False)
         self.old = nn.Linear(width, width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
         nn.init.zeros_(self.out.weight)
-        self.keep = nn.Parameter(torch.zeros(width))
+        self.keep = nn.Parameter(torch.full((width,), damping))
 
     def forward(self, message: Tensor, old: Tensor) -> Tensor:
         """The message to send, centred over the child's table."""
+        message = centred(message)
         hidden = torch.tanh(self.new(message) + self.old(old))
         return centred(torch.lerp(message, old, self.keep) + self.out(hidden))
 
@@ -99,29 +104,20 @@ class Messages:
     up: list[Tensor]
 
     @classmethod
-    def silent(cls, fields: list[Tensor], regions: RegionGraph, width: int) -> Messages:
+    def silent(cls, fields: list[Tensor], regions: RegionGraph, wiring: Wiring, width: int) -> Messages:
         """No message says anything yet."""
         batch = max((field.shape[0] for field in fields), default=1)
         blank = [
-            fields[edge.child_group].new_zeros(
-                batch, edge.children.numel(), *regions.groups[edge.child_group].table_shape, width
-            )
-            for edge in regions.containments
+            fields[0].new_zeros(batch, edge.children.numel(), *regions.groups[edge.child_group].table_shape, width)
+            for edge in wiring.edges
         ]
         return cls(blank, blank)
 
-    def gather(self, fields: list[Tensor], regions: RegionGraph, scale: Tensor | None) -> list[Tensor]:
-        """The features ``[batch, regions, *table, width]`` of every region: its log-potentials, in every channel
-        times ``scale``, plus what its parents and its children sent.
-        """
-        width = self.down[0].shape[-1] if self.down else 1
-        batch = self.down[0].shape[0] if self.down else 1
-        factor = torch.ones(width, device=fields[0].device, dtype=fields[0].dtype) if scale is None else scale
-        totals = []
-        for field in fields:
-            start = field.unsqueeze(-1) * factor
-            totals.append(start.expand(max(batch, start.shape[0]), *start.shape[1:]))
-        for edge, down, up in zip(regions.containments, self.down, self.up, strict=True):
+    def gather(self, fields: list[Tensor], regions: RegionGraph, wiring: Wiring, scale: Tensor) -> list[Tensor]:
+        """The features ``[batch, regions, *table, width]`` of every region, its log-potentials times ``scale``."""
+        batch = max((field.shape[0] for field in fields), default=1)
+        totals = [(field.unsqueeze(-1) * scale).expand(batch, *field.shape[1:], -1) for field in fields]
+        for edge, down, up in zip(wiring.edges, self.down, self.up, strict=True):
             totals[edge.child_group] = totals[edge.child_group].index_add(1, edge.children, down)
             raised = spread(up, edge.axes, len(regions.groups[edge.parent_group].table_shape))
             whole = totals[edge.parent_group]
@@ -130,7 +126,35 @@ class Messages:
             else:
                 raised = raised.expand(-1, -1, *whole.shape[2:-1], -1)
                 totals[edge.parent_group] = whole.index_add(1, edge.parents, raised)
+        for number, divisor in enumerate(wiring.divisors):
+            if divisor is not None:
+                shape = (-1, *[1] * (totals[number].dim() - 2))
+                totals[number] = totals[number] / divisor.to(totals[number].dtype).reshape(shape)
         return totals
+
+
+class Reductions:
+    """``log sum exp`` of regions' features over some of their axes, each from the smallest one there is already."""
+
+    def __init__(self, features: list[Tensor]) -> None:
+        self.features = features
+        self.done: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+
+    def read(self, edge: Containment) -> Tensor:
+        """The parents' features summed to the children's tables, ``[batch, constraints, *child table, width]``."""
+        kept = tuple(sorted(edge.axes))
+        key = (edge.parent_group, kept)
+        if key not in self.done:
+            source, have = self.features[edge.parent_group], tuple(range(self.features[edge.parent_group].dim() - 3))
+            for (group, axes), table in self.done.items():
+                if group == edge.parent_group and set(kept) <= set(axes) and len(axes) < len(have):
+                    source, have = table, axes
+            lacking = [2 + position for position, axis in enumerate(have) if axis not in kept]
+            self.done[key] = torch.logsumexp(source, lacking) if lacking else source
+        table = self.done[key]
+        if not edge.covers_parents:
+            table = table[:, edge.parents]
+        return table.permute(0, 1, *(2 + kept.index(axis) for axis in edge.axes), table.dim() - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,20 +175,7 @@ class RegionEncoding:
         return self.features[group] @ self.network.read
 
 
-def centred(features: Float[Tensor, "batch regions *table width"]) -> Tensor:
-    """Subtract the mean over the table's entries."""
+def centred(features: Tensor) -> Tensor:
+    """Subtract the mean over the table's entries from features ``[batch, regions, *table, width]``."""
     axes = list(range(2, features.dim() - 1))
     return features - features.mean(axes, keepdim=True) if axes else features
-
-
-def _sum_out(features: Tensor, edge: Containment) -> Tensor:
-    """``log sum exp`` of the parents' features over the variables that the children lack."""
-    if not edge.covers_parents:
-        features = features[:, edge.parents]
-    arity = features.dim() - 3
-    reduced = features
-    lacking = [2 + axis for axis in range(arity) if axis not in edge.axes]
-    if lacking:
-        reduced = torch.logsumexp(features, lacking)
-    kept = sorted(edge.axes)
-    return reduced.permute(0, 1, *(2 + kept.index(axis) for axis in edge.axes), reduced.dim() - 1)
