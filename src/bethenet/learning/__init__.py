@@ -1,0 +1,42 @@
+"""Learning: objectives (what to descend on) and one trainer for all of them.
+
+>>> from bethenet.data.ising import ising_data
+>>> from bethenet.inference.exact import Exact
+>>> from bethenet.models.ising import IsingModel
+>>> data = ising_data(3, 3, samples=200, seed=0)
+>>> trainer = Trainer(Likelihood(IsingModel.grid(3, 3), Exact()), TrainerOptions(epochs=2))
+>>> trainer.fit(data.train, data.validation).status
+<TrainingStatus.COMPLETED: 'completed'>
+"""
+
+from bethenet.learning.amortized import ByNetwork, InferenceNetwork
+from bethenet.learning.evaluators import HeldOutLikelihood, negative_log_likelihood
+from bethenet.learning.likelihood import Likelihood
+from bethenet.learning.objective import Batch, Objective, Update
+from bethenet.learning.optimization import Averaging, OptimizerOptions, Schedule
+from bethenet.learning.options import TrainerOptions
+from bethenet.learning.partition import ByEngine, LogPartition
+from bethenet.learning.pseudo_likelihood import PseudoLikelihood
+from bethenet.learning.result import TrainingResult, TrainingStatus
+from bethenet.learning.trainer import Trainer
+
+__all__ = [
+    "Averaging",
+    "Batch",
+    "ByEngine",
+    "ByNetwork",
+    "HeldOutLikelihood",
+    "InferenceNetwork",
+    "Likelihood",
+    "LogPartition",
+    "Objective",
+    "OptimizerOptions",
+    "PseudoLikelihood",
+    "Schedule",
+    "Trainer",
+    "TrainerOptions",
+    "TrainingResult",
+    "TrainingStatus",
+    "Update",
+    "negative_log_likelihood",
+]

@@ -1,0 +1,172 @@
+"""Optimisers of the parts, learning-rate schedules, and averages of the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The factor on the learning rate, a function of the step alone."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    """How it falls from 1 after the warm-up to ``final`` at the last step."""
+    warmup: int = 0
+    """Steps over which it first rises linearly to 1."""
+    final: float = 0.0
+    """Where it ends."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("constant", "linear", "cosine"):
+            raise ValueError(f"kind: expected 'constant', 'linear' or 'cosine', got {self.kind!r}")
+        if self.warmup < 0:
+            raise ValueError(f"warmup: expected at least 0 steps, got {self.warmup}")
+
+    def factor(self, step: int, total: int | None) -> float:
+        """The factor at ``step`` (from 0) of ``total``."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if self.kind == "constant":
+            return 1.0
+        if total is None:
+            raise ValueError(f"a {self.kind} schedule needs to know the number of steps: limit epochs or steps")
+        progress = min(1.0, (step - self.warmup) / max(1, total - self.warmup))
+        left = 1 - progress if self.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.final + (1 - self.final) * left
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """How one part is optimised."""
+
+    algorithm: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
+    learning_rate: float = 1e-3
+    schedule: Schedule = field(default_factory=Schedule)
+    weight_decay: float = 0.0
+    """A term ``weight_decay / 2 * |w|^2`` of the loss (``adamw``: decoupled from the gradient's scaling)."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Of ``adam`` and ``adamw``."""
+    momentum: float = 0.0
+    """Of ``sgd`` and ``rmsprop``."""
+    clip_norm: float | None = None
+    """The gradient of the whole part is scaled down to this norm. (Independent models trained at once share it.)"""
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ("adam", "adamw", "sgd", "rmsprop"):
+            raise ValueError(f"algorithm: expected 'adam', 'adamw', 'sgd' or 'rmsprop', got {self.algorithm!r}")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate: expected a positive number, got {self.learning_rate}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm: expected a positive number, got {self.clip_norm}")
+
+    def build(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+        """The torch optimiser."""
+        common: dict[str, Any] = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
+        match self.algorithm:
+            case "adam":
+                return torch.optim.Adam(parameters, betas=self.betas, **common)
+            case "adamw":
+                return torch.optim.AdamW(parameters, betas=self.betas, **common)
+            case "sgd":
+                return torch.optim.SGD(parameters, momentum=self.momentum, **common)
+            case "rmsprop":
+                return torch.optim.RMSprop(parameters, momentum=self.momentum, **common)
+
+
+class PartOptimizer:
+    """One part's parameters, optimiser, schedule and count of steps taken."""
+
+    def __init__(self, parameters: Sequence[Tensor], options: OptimizerOptions) -> None:
+        self.parameters = list(parameters)
+        self.options = options
+        self.optimizer = options.build(self.parameters) if self.parameters else None
+
+    def step(self, gradients: Sequence[Tensor | None], step: int, total: int | None) -> None:
+        """Move the parameters, the learning rate being that of training step ``step`` of ``total``."""
+        if self.optimizer is None:
+            return
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        if self.options.clip_norm is not None:
+            clip_grad_norm_(self.parameters, self.options.clip_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.options.learning_rate * self.options.schedule.factor(step, total)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The optimiser's moments."""
+        if self.optimizer is None:
+            return {}
+        return {
+            f"{number}.{name}": value
+            for number, state in self.optimizer.state_dict()["state"].items()
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+        }
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take back what `tensors` gave."""
+        if self.optimizer is None:
+            return
+        state: dict[int, dict[str, Any]] = {}
+        for key, value in tensors.items():
+            number, name = key.split(".", 1)
+            state.setdefault(int(number), {})[name] = value.clone()
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """Averages of the weights over steps; evaluation and the finished model use them."""
+
+    kind: Literal["exponential", "tail"] = "exponential"
+    """An exponential moving average, or the plain mean over the tail of the run."""
+    decay: float = 0.999
+    """Of the exponential average; at first it is ``(1 + t) / (10 + t)``, so that the first weights are forgotten."""
+    start: int = 0
+    """The step at which the average begins; until then it is the weights themselves."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("exponential", "tail"):
+            raise ValueError(f"kind: expected 'exponential' or 'tail', got {self.kind!r}")
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay: expected at least 0 and less than 1, got {self.decay}")
+
+
+class WeightAverage:
+    """The running average of some parameters."""
+
+    def __init__(self, parameters: Sequence[Tensor], options: Averaging) -> None:
+        self.parameters = [parameter.detach() for parameter in parameters]
+        self.options = options
+        self.averages = [parameter.clone() for parameter in self.parameters]
+
+    def update(self, step: int) -> None:
+        """Count in the weights after training step ``step`` (from 0)."""
+        taken = step - self.options.start
+        if taken <= 0:
+            torch._foreach_copy_(self.averages, self.parameters)
+            return
+        tail = self.options.kind == "tail"
+        decay = taken / (taken + 1) if tail else min(self.options.decay, (1 + taken) / (10 + taken))
+        torch._foreach_lerp_(self.averages, self.parameters, 1 - decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The parameters are their averages inside this context."""
+        kept = [parameter.clone() for parameter in self.parameters]
+        torch._foreach_copy_(self.parameters, self.averages)
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(self.parameters, kept)
