@@ -1,0 +1,278 @@
+"""Belief propagation in homogeneous chains of order M with pairwise factors: sweeps or flooding.
+
+The same fixed points and the same Bethe free energy as the general engine's, at the price of matrix products with the
+M tables that all steps share: no table per edge is ever formed, neither for the messages nor for the free energy
+(equation 1) nor for its gradient, which is ``<q, d unary> + <S, d transitions>`` with S the sums over all steps of the
+pairs' beliefs, one product ``(K, steps * batch) x (steps * batch, K)`` a lag.
+
+An edge of lag l between steps t and t + l is stored at ``[M - l, t]`` (its earlier step), behind M columns of padding:
+the edges that begin at a step are then a column, and those that end there a diagonal.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from bethenet.numerics import negative_entropy_terms, times_log
+
+_FLOOR = {torch.float32: 1e-30, torch.float64: 1e-280}
+"""Least value of a message's entry beside its largest; smaller ones give infinite updates further on."""
+
+
+class ChainMessages(NamedTuple):
+    """Log-messages in the layout above: what belief propagation starts again from. The batch is the third axis."""
+
+    forward: Float[Tensor, "order columns batch states"]
+    """From each edge's earlier step to its later one."""
+    backward: Float[Tensor, "order columns batch states"]
+
+
+@dataclass(frozen=True, eq=False)
+class ChainBeliefs:
+    """What belief propagation says of a batch of chains."""
+
+    log_z: Float[Tensor, " batch"]
+    """Minus the Bethe free energy (nats), differentiable with the beliefs held constant (envelope theorem)."""
+    node_log_marginals: Float[Tensor, "batch steps states"]
+    residual: Float[Tensor, " batch"]
+    """Largest change of a node's marginal in the last iteration."""
+    messages: ChainMessages
+    edges: EdgeFactors
+
+    @property
+    def node_marginals(self) -> Float[Tensor, "batch steps states"]:
+        """P(z_t = k); meaningless at and after a chain's length."""
+        return self.node_log_marginals.exp()
+
+    def pair_marginals(self, lag: int) -> Float[Tensor, "batch edges states states"]:
+        """P(z_t, z_{t+lag}) of each t, formed in full: for small chains and for looking at."""
+        edges = self.edges
+        row = len(edges.tables) - lag
+        steps = self.node_log_marginals.shape[1]
+        pairs = torch.einsum("tbi,ij,tbj->btij", edges.earlier[row], edges.tables[row], edges.later[row])
+        return pairs[:, : max(0, steps - lag)]
+
+    def pair_sums(self, weights: Float[Tensor, " batch"] | None = None) -> Float[Tensor, "order states states"]:
+        """Sum over steps and (weighted) chains of the pairs' beliefs, one table a lag, lag 1 first."""
+        edges = self.edges
+        earlier = edges.earlier if weights is None else edges.earlier * weights.reshape(1, 1, -1, 1)
+        return _pair_sums(earlier, edges.later, edges.tables)
+
+
+class EdgeFactors(NamedTuple):
+    """Pair beliefs as products ``earlier_i * tables_ij * later_j``, never multiplied out; zero where no edge is."""
+
+    earlier: Float[Tensor, "order steps batch states"]
+    tables: Float[Tensor, "order states states"]
+    later: Float[Tensor, "order steps batch states"]
+
+
+@dataclass(frozen=True)
+class ChainBeliefPropagation:
+    """Options of belief propagation in chains. `run` does it."""
+
+    schedule: Literal["sweeps", "flooding"] = "sweeps"
+    """A sweep goes from left to right and back, each step reading what was just sent; flooding updates all at once."""
+    iterations: int = 5
+    damping: float = 0.0
+    """Share of the old log-message that is kept."""
+    tolerance: float = 0.0
+    """Stop once no marginal changes by more. 0: never look, so never wait for the device."""
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("sweeps", "flooding"):
+            raise ValueError(f"schedule: expected 'sweeps' or 'flooding', got {self.schedule!r}")
+        if self.iterations < 0:
+            raise ValueError(f"iterations: expected at least 0, got {self.iterations}")
+        if not 0 <= self.damping < 1:
+            raise ValueError(f"damping: expected a number from 0 to below 1, got {self.damping}")
+        if not self.tolerance >= 0:
+            raise ValueError(f"tolerance: expected a number of at least 0, got {self.tolerance}")
+
+    def run(
+        self,
+        unary: Float[Tensor, "batch steps states"],
+        transitions: Float[Tensor, "order states states"],
+        lengths: Int[Tensor, " batch"] | None = None,
+        *,
+        messages: ChainMessages | None = None,
+    ) -> ChainBeliefs:
+        """Infer, from ``messages`` (an earlier result's) where given.
+
+        Args:
+            unary: log-potentials of the single states; a row of zeros is an unclamped chain.
+            transitions: ``transitions[l - 1, i, j]`` is the log-potential of z_{t-l} = i, z_t = j. An impossible pair
+                keeps a weight of 1e-30 (float64: 1e-280) in the messages.
+            lengths: steps of each chain that are real; the others change nothing.
+            messages: of chains as long and as many.
+        """
+        with torch.no_grad():
+            passing = _Passing(self, unary.detach(), transitions.detach(), lengths, messages)
+            old = passing.node_log_marginals()
+            residual = unary.new_full((unary.shape[0],), math.inf)
+            for _ in range(self.iterations):
+                passing.flood() if self.schedule == "flooding" else passing.sweep()
+                new = passing.node_log_marginals()
+                change = (new.exp() - old.exp()).abs() * passing.real
+                residual, old = change.amax((0, 2)), new
+                if self.tolerance and bool((residual <= self.tolerance).all()):
+                    break
+            edges, value = passing.bethe(old)
+        marginals = old.transpose(0, 1)
+        weights = marginals.exp() * passing.real.transpose(0, 1)
+        log_z: Tensor = _Envelope.apply(value, unary, transitions, weights, *edges)
+        return ChainBeliefs(log_z, marginals, residual, ChainMessages(passing.forward, passing.backward), edges)
+
+
+class _Passing:
+    """Messages on their way. ``unary`` is kept with the steps first, the tables with the longest lag first."""
+
+    def __init__(
+        self,
+        options: ChainBeliefPropagation,
+        unary: Tensor,
+        transitions: Tensor,
+        lengths: Tensor | None,
+        messages: ChainMessages | None,
+    ) -> None:
+        self.damping = options.damping
+        batch, self.steps, states = unary.shape
+        self.order = transitions.shape[0]
+        if transitions.shape[1:] != (states, states):
+            raise ValueError(f"transitions: expected shape [order, {states}, {states}], got {list(transitions.shape)}")
+        self.unary = unary.transpose(0, 1).contiguous()
+        tables = transitions.flip(0)
+        self.maxima = tables.amax((1, 2))
+        self.tables = (tables - self.maxima.reshape(-1, 1, 1)).exp()
+        shape = (self.order, self.order + self.steps, batch, states)
+        if messages is None:
+            messages = ChainMessages(unary.new_zeros(shape), unary.new_zeros(shape))
+        elif messages.forward.shape != shape:
+            raise ValueError(f"messages: expected shape {list(shape)}, got {list(messages.forward.shape)}")
+        self.forward, self.backward = messages.forward.clone(), messages.backward.clone()
+        step = torch.arange(self.steps, device=unary.device)
+        lag = torch.arange(self.order, 0, -1, device=unary.device)
+        ends = step + lag.unsqueeze(1)
+        self.partners = ends.clamp(max=self.steps - 1)
+        inside = ends.unsqueeze(2) < self.steps if lengths is None else ends.unsqueeze(2) < lengths
+        self.edge_real = inside.unsqueeze(3).to(unary.dtype)
+        real = torch.ones_like(step).unsqueeze(1) if lengths is None else step.unsqueeze(1) < lengths
+        self.real = real.unsqueeze(2).to(unary.dtype)
+        self.masked = lengths is not None
+
+    def _pass(self, cavities: Tensor, tables: Tensor, old: Tensor) -> Tensor:
+        """New log-messages ``[order, ..., states]`` from what their senders know."""
+        maximum = cavities.amax(-1, keepdim=True)
+        sent = torch.bmm((cavities - maximum).exp(), tables).clamp_min_(_FLOOR[cavities.dtype]).log_()
+        return sent.lerp_(old, self.damping) if self.damping else sent
+
+    def sweep(self) -> None:
+        """All steps from left to right, then from right to left."""
+        order, damping = self.order, self.damping
+        known = self.unary + self.backward[:, order:].sum(0)
+        for step in range(self.steps):
+            column = order + step
+            arriving = self.forward[:, step:column].diagonal(dim1=0, dim2=1).sum(-1)
+            cavities = known[step] + arriving - self.backward[:, column]
+            old = self.forward[:, column]
+            self.forward[:, column] = self._pass(cavities, self.tables, old)
+        known = self.unary + self._arriving()
+        tables = self.tables.transpose(1, 2)
+        for step in reversed(range(self.steps)):
+            column = order + step
+            arriving = self.forward[:, step:column].diagonal(dim1=0, dim2=1).permute(2, 0, 1)
+            cavities = known[step] + self.backward[:, column].sum(0) - arriving
+            target = self.backward[:, step:column].diagonal(dim1=0, dim2=1).permute(2, 0, 1)
+            sent = self._pass(cavities, tables, target if damping else arriving)
+            target.copy_(sent * self.real[step] if self.masked else sent)
+
+    def flood(self) -> None:
+        """All messages from the previous ones."""
+        order, steps = self.order, self.steps
+        known = self.unary + self.backward[:, order:].sum(0) + self._arriving()
+        forward, backward = self.forward[:, order:], self.backward[:, order:]
+        new_forward = self._pass((known - backward).flatten(1, 2), self.tables, forward.flatten(1, 2))
+        later = known[self.partners] - forward
+        new_backward = self._pass(later.flatten(1, 2), self.tables.transpose(1, 2), backward.flatten(1, 2))
+        shape = forward.shape
+        self.forward[:, order:] = new_forward.reshape(shape)
+        self.backward[:, order : order + steps] = new_backward.reshape(shape) * self.edge_real
+
+    def _arriving(self) -> Tensor:
+        """For each step the sum of what earlier steps sent it."""
+        total = torch.zeros_like(self.unary)
+        for row in range(self.order):
+            # row M - l holds lag l: what reaches step t left at t - l, that is column t + row
+            total += self.forward[row, row : row + self.steps]
+        return total
+
+    def _known(self) -> Tensor:
+        return self.unary + self.backward[:, self.order :].sum(0) + self._arriving()
+
+    def node_log_marginals(self) -> Float[Tensor, "steps batch states"]:
+        """Log-beliefs of the single states."""
+        return self._known().log_softmax(-1)
+
+    def bethe(self, node_log_marginals: Tensor) -> tuple[EdgeFactors, Float[Tensor, " batch"]]:
+        """The pair beliefs as products, and minus the Bethe free energy (equation 1).
+
+        With log-cavities a, b of an edge's two ends its belief is exp(a_i + W_ij + b_j) / z, so its term of the free
+        energy, sum belief (log belief - W), is <belief_i, a> + <belief_j, b> - log z: no table is formed.
+        """
+        order = self.order
+        known = self._known()
+        shape = (order, self.steps, known.shape[1], known.shape[2])
+        first = (known - self.backward[:, order:]).log_softmax(-1)
+        second = (known[self.partners] - self.forward[:, order:]).log_softmax(-1)
+        earlier, later = first.exp(), second.exp()
+        reached = torch.bmm(earlier.flatten(1, 2), self.tables).reshape(shape)
+        back = torch.bmm(later.flatten(1, 2), self.tables.transpose(1, 2)).reshape(shape)
+        total = (reached * later).sum(-1, keepdim=True).clamp_min(torch.finfo(known.dtype).tiny)
+        share = self.edge_real / total
+        terms = times_log(earlier * back, first) + times_log(reached * later, second)
+        constants = total.log().squeeze(-1) + self.maxima.reshape(-1, 1, 1)
+        edges = (terms * share).sum(-1) - constants * self.edge_real.squeeze(-1)
+        beginning = self.edge_real.sum(0)
+        ending = torch.zeros_like(beginning).index_add_(0, self.partners.flatten(), self.edge_real.flatten(0, 1))
+        counting = 1 - beginning - ending
+        nodes = counting * negative_entropy_terms(node_log_marginals)
+        nodes = (nodes - times_log(node_log_marginals.exp(), self.unary)) * self.real
+        value = -edges.sum((0, 1)) - nodes.sum((0, 2))
+        return EdgeFactors(earlier * share, self.tables, later), value
+
+
+class _Envelope(torch.autograd.Function):
+    """Minus the free energy, with the beliefs as its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        unary: Tensor,
+        transitions: Tensor,
+        marginals: Tensor,
+        earlier: Tensor,
+        tables: Tensor,
+        later: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(marginals, earlier, tables, later)
+        return value.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        marginals, earlier, tables, later = ctx.saved_tensors
+        unary = marginals * gradient.reshape(-1, 1, 1)
+        transitions = _pair_sums(earlier * gradient.reshape(1, 1, -1, 1), later, tables)
+        return (None, unary, transitions, None, None, None, None)
+
+
+def _pair_sums(earlier: Tensor, later: Tensor, tables: Tensor) -> Tensor:
+    sums = torch.bmm(earlier.flatten(1, 2).transpose(1, 2), later.flatten(1, 2)) * tables
+    return sums.flip(0)

@@ -1,0 +1,67 @@
+"""`DirectedHMM`: a hidden Markov model of order M in which every factor is a conditional distribution."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bethenet.graph import FactorGraph
+from bethenet.models.chain_tables import ChainTables
+from bethenet.models.hidden_chain import HiddenChain, HMMOptions, ResidualNorm
+
+
+class DirectedHMM(HiddenChain):
+    """P(z_t | z_{t-M}, ..., z_{t-1}) = softmax(U LayerNorm([e; ...; e] + MLP([e; ...; e]))): section 4.3 of the paper.
+
+    Before the first state stands a start symbol, with an embedding of its own. The table has (K + 1)^M rows.
+
+    >>> model = DirectedHMM(vocabulary=20, options=HMMOptions(states=4, order=2, embedding=8))
+    >>> model.transition_log_probabilities().shape
+    torch.Size([5, 5, 4])
+    """
+
+    def __init__(self, vocabulary: int, options: HMMOptions | None = None) -> None:
+        options = HMMOptions() if options is None else options
+        super().__init__(vocabulary, options)
+        size = options.order * options.embedding
+        self.start_embedding = nn.Parameter(torch.randn(1, options.embedding))
+        self.history_transform = ResidualNorm(size, options.dropout)
+        self.next_states = nn.Parameter(torch.randn(options.states, size) / size**0.5)
+
+    def transition_log_probabilities(self) -> Float[Tensor, "*history states"]:
+        """Log P(z_t | history), ``[states + 1] * order + [states]``: z_{t-M} first, the start symbol last on each axis.
+
+        Rows with a start symbol after a state are there and never read.
+        """
+        order, states = self.options.order, self.options.states
+        symbols = torch.cat([self.state_embeddings, self.start_embedding])
+        axis = torch.arange(states + 1, device=symbols.device)
+        histories = torch.cartesian_prod(*[axis] * order).reshape(-1, order)
+        inputs = symbols[histories].flatten(1)
+        logits = self.history_transform(inputs) @ self.next_states.T
+        return functional.log_softmax(logits, 1).reshape(*[states + 1] * order, states)
+
+    def tables(self) -> ChainTables:
+        """See `HiddenChain.tables`."""
+        return ChainTables.full(self.transition_log_probabilities())
+
+    def log_partition(self, steps: int) -> Float[Tensor, " steps"]:
+        """Zeros: the model is normalised."""
+        return self.next_states.new_zeros(steps)
+
+    def log_likelihood(self, data: object) -> Float[Tensor, " batch"]:
+        """Log P(sentence | its length) in nats, exact and differentiable."""
+        return self.score(data)
+
+    def _scopes(self, steps: int) -> FactorGraph:
+        order = self.options.order
+        scopes = [list(range(max(0, step - order), step + 1)) for step in range(steps)]
+        return FactorGraph([self.options.states] * steps, scopes)
+
+    def _graph_tables(self, graph: FactorGraph) -> list[Tensor]:
+        tables, states = self.tables(), self.options.states
+        shaped = [table.reshape(1, 1, *[states] * (step + 1)) for step, table in enumerate(tables.starts)]
+        shaped.append(tables.far.reshape(1, 1, *[states] * (tables.order + 1)))
+        return shaped[: len(graph.factor_groups)]
