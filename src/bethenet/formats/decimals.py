@@ -24,14 +24,21 @@ SHORT = 19
 LONGEST = 1000
 """Characters of the longest number that is read; the longest that is written has about 350."""
 TABULAR = 46
-"""Characters of the longest number that `_beyond_float64` takes: a digit, a point, and 44 digits."""
-NUDGES = (0.0, *(sign * (0.5 - 2.0**-k) for k in range(2, 14) for sign in (1, -1)))
+"""Characters of the longest number that `_beyond_float64` takes: a digit, a point, and 44 digits. The logarithm of a
+longer one is computed in decimal arithmetic, which is slow, and never a bit off."""
+NUDGES = (0.0, 0.25, -0.25, 0.4, -0.4, 0.48, -0.48)
 """How far from a logarithm to aim, in units of its last place: next to a float64 whose own logarithm numpy rounds the
 other way, only a number almost half a place off is read as the one wanted."""
+NEAR_ONE = 1e-9
 SMALLEST_NORMAL = float(np.finfo(np.float64).tiny)
 
-_EXACT = decimal.Context(prec=2 * LONGEST, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
-_WORKING = decimal.Context(prec=40, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
+
+def _context(digits: int) -> decimal.Context:
+    return decimal.Context(prec=digits, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
+
+
+_EXACT = _context(2 * LONGEST)
+_WORKING = _context(40)
 
 
 def read_logarithms(tokens: Sequence[bytes], values: Floats) -> Floats:
@@ -42,9 +49,9 @@ def read_logarithms(tokens: Sequence[bytes], values: Floats) -> Floats:
     lengths = np.fromiter(map(len, tokens), dtype=np.int64, count=len(tokens))
     with np.errstate(divide="ignore", invalid="ignore"):
         result: Floats = np.log(values)
-    normal = (values >= SMALLEST_NORMAL) & np.isfinite(values)
+    normal = (values >= SMALLEST_NORMAL) & np.isfinite(values) & (lengths <= TABULAR)
     _add_what_is_beyond(tokens, values, lengths, np.flatnonzero(normal & (lengths > SHORT)), result)
-    # float64 has lost these: unless they are written as zero, NaN or infinity, only the text still knows them
+    # float64 loses these; unless they are written as zero, NaN or infinity, only the text knows them
     for position in np.flatnonzero(~normal & ~(values < 0) & (lengths > 4)).tolist():
         token = tokens[position]
         if not token.lower().partition(b"e")[0].strip(b"+-.0") or b"n" in token.lower():
@@ -64,7 +71,7 @@ def _add_what_is_beyond(
     done = np.zeros(wide.size, dtype=bool)
     widths = lengths[wide]
     # so near 1 the logarithm needs more digits than `_beyond_float64` carries
-    tabular = (np.abs(values[wide] - 1) > 1e-9) & (widths <= TABULAR)
+    tabular = np.abs(values[wide] - 1) > NEAR_ONE
     for width in np.unique(widths[tabular]).tolist():
         members = np.flatnonzero(tabular & (widths == width))
         block = np.frombuffer(b"".join([tokens[i] for i in wide[members].tolist()]), dtype=np.uint8)
@@ -131,12 +138,10 @@ def write_logarithms(logarithms: Floats) -> list[str]:
     result = list(map(repr, values.tolist()))
     for position in np.flatnonzero(logarithms == -np.inf).tolist():
         result[position] = "0"
-    far = ~((values >= SMALLEST_NORMAL) & np.isfinite(values)) & np.isfinite(logarithms)
-    for position in np.flatnonzero(far).tolist():
-        result[position] = str(_WORKING.plus(_WORKING.exp(decimal.Decimal(float(logarithms[position])))))
-    near = np.flatnonzero(~exact & ~far & np.isfinite(logarithms))
-    for position, text in zip(near.tolist(), _write_wide(logarithms[near], values[near]), strict=True):
-        result[position] = text
+    near = ~exact & (values >= SMALLEST_NORMAL) & np.isfinite(values) & (np.abs(values - 1) > NEAR_ONE)
+    _write_wide(logarithms, values, np.flatnonzero(near), exact, result)
+    for position in np.flatnonzero(~exact & np.isfinite(logarithms)).tolist():
+        result[position] = _write_exactly(float(logarithms[position]))
     return result
 
 
@@ -145,31 +150,27 @@ def _round_trips(values: Floats, logarithms: Floats) -> npt.NDArray[np.bool_]:
     return same
 
 
-def _write_wide(logarithms: Floats, values: Floats) -> list[str]:
-    """Numbers longer than float64, near ``values``, each read back to see that it gives its logarithm."""
-    result = [""] * logarithms.size
-    left = np.arange(logarithms.size)
+def _write_wide(
+    logarithms: Floats, values: Floats, wide: Integers, exact: npt.NDArray[np.bool_], result: list[str]
+) -> None:
+    """Write at ``wide`` numbers of more digits than a float64 has, and note in ``exact`` which read back exactly."""
     for nudge in NUDGES:
-        if not left.size:
-            break
-        goal, value = logarithms[left], values[left]
-        for _ in range(2):  # until `value` is the float64 that the number will be read as
-            rest = value * np.expm1(goal - np.log(value) + nudge * np.spacing(np.abs(goal)))
-            value, rest = value + rest, rest - ((value + rest) - value)
-        decimals = (20 if nudge == 0 else 23) - np.floor(np.log10(np.maximum(np.abs(goal), 1e-323))).astype(np.int64)
-        for position, *parts in zip(left.tolist(), value.tolist(), rest.tolist(), decimals.tolist(), strict=True):
-            result[position] = _sum_as_text(*parts)
-        tokens = [result[position].encode() for position in left.tolist()]
-        read = read_logarithms(tokens, np.array([float(token) for token in tokens]))
-        left = left[read != goal]
-    if left.size:
-        raise ValueError(f"no decimal number was found whose logarithm is {float(logarithms[left[0]])!r}")
-    return result
+        wide = wide[~exact[wide]]
+        goal, value = logarithms[wide], values[wide]
+        rest = value * np.expm1(goal - np.log(value) + nudge * np.spacing(np.abs(goal)))
+        decimals = 21 - np.floor(np.log10(np.abs(goal))).astype(np.int64)
+        tokens = []
+        for position, *parts, digits in zip(
+            wide.tolist(), value.tolist(), rest.tolist(), decimals.tolist(), strict=True
+        ):
+            number = _EXACT.add(*map(decimal.Decimal, parts))
+            result[position] = f"{number:.{digits}f}" if 0.25 < number < 8 else f"{number:.20e}"
+            tokens.append(result[position].encode())
+        exact[wide] = read_logarithms(tokens, np.array(list(map(float, tokens)))) == goal
 
 
-def _sum_as_text(value: float, rest: float, decimals: int) -> str:
-    number = _EXACT.add(decimal.Decimal(value), decimal.Decimal(rest))
-    if 0.25 < value < 8:
-        # near 1, more digits than a table takes are marked by more characters than it takes
-        return f"{number:.{decimals if abs(value - 1) > 1e-9 else max(decimals, TABULAR)}f}"
-    return f"{number:.24e}"
+def _write_exactly(logarithm: float) -> str:
+    """A number of more than `TABULAR` characters."""
+    digits = max(TABULAR + 2, 24 - int(decimal.Decimal(logarithm).adjusted()))
+    context = _context(digits)
+    return str(context.exp(decimal.Decimal(logarithm)))

@@ -21,7 +21,7 @@ from torch import Tensor
 from bethenet.errors import ModelFileError
 from bethenet.formats.decimals import Floats, Integers
 from bethenet.formats.tables import explicit_factors, from_flat_tables, tables_as_text, unattached_states
-from bethenet.formats.text import Numbers, first_word, line_of, read_text, write_text
+from bethenet.formats.text import Numbers, first_word, read_text, write_text
 from bethenet.graph import FactorGraph
 from bethenet.potentials import UNOBSERVED, LogPotentials
 
@@ -151,8 +151,8 @@ def read_evidence(path: str | Path, graph: FactorGraph) -> Int[Tensor, "samples 
         raise ModelFileError(path, 1, "expected the number of observed variables, found the end of the file")
     samples = numbers.whole(0, "the number of samples or of observed variables")
     single = total == 1 + 2 * samples
-    several = _sample_starts(numbers, samples) if not single or _first_line_is_alone(text) else None
-    if several is None:
+    several = _sample_starts(numbers, samples)
+    if several is None or (single and not _begin_lines(text, several)):  # some numbers fit both layouts
         several = [0]
         if not single:
             numbers.require(1, 2 * samples, "variables and states")
@@ -180,11 +180,10 @@ def _sample_starts(numbers: Numbers, samples: int) -> list[int] | None:
     return starts if position == total and len(starts) == samples else None
 
 
-def _first_line_is_alone(text: bytes) -> bool:
-    """Whether the first line that is not empty holds one number, and another line follows."""
-    lines = text.split(maxsplit=1)
-    stripped = text.lstrip()
-    return len(lines) == 2 and line_of(stripped, stripped.index(lines[1])) > 1
+def _begin_lines(text: bytes, positions: list[int]) -> bool:
+    """Whether the numbers at all these positions are the first of their line."""
+    lengths = [len(line.split()) for line in text.splitlines()]
+    return set(positions) <= {0, *np.cumsum(lengths).tolist()}
 
 
 def write_evidence(
