@@ -48,10 +48,11 @@ def check_memory(
     needed = bytes_needed(batch, steps, tables, dtype, keep=keep, log_domain=log_domain)
     allowed = device_limit(unary.device) if limit is None else limit
     if needed > allowed:
-        one = bytes_needed(1, steps, tables, dtype, keep=keep, log_domain=log_domain)
+        none = bytes_needed(0, steps, tables, dtype, keep=keep, log_domain=log_domain)
+        chains = (allowed - none) * batch // (needed - none)
         advice = (
-            f"take at most {max(1, allowed // one)} chains at a time"
-            if one <= allowed
+            f"take at most {chains} chains at a time"
+            if chains > 0
             else "take fewer states or a lower order, or infer with belief propagation (ChainBeliefPropagation)"
         )
         raise MemoryLimitError(
