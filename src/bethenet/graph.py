@@ -275,6 +275,10 @@ class FactorGraph:
         key = ("device", target)
         return self.compiled_as(key, lambda: self._moved(target))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FactorGraph:
+        # it never changes: copies of a model stay about the same graph
+        return self
+
     def __repr__(self) -> str:
         shapes = ", ".join(
             f"{len(group)} of {'x'.join(map(str, group.table_shape)) or 'no'} entries" for group in self.factor_groups
