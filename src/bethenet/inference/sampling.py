@@ -25,8 +25,10 @@ from bethenet.numerics import log_sum_exp
 from bethenet.potentials import LogPotentials
 from bethenet.regions import RegionGraph
 
-LARGEST_GATHER = 2**24
-"""Table entries gathered at a time: more chains than fit are swept one block after another."""
+LARGEST_GATHER = 2**26
+CACHED_GATHER = 2**20
+"""Table entries gathered at a time, the second on a CPU, where staying in its cache is worth a factor of 3. More chains
+than fit are swept one block after another."""
 
 SOFT_GAP = 10.0
 """Nats by which a softened impossible entry lies below its table's least possible one."""
@@ -59,6 +61,7 @@ class GibbsSampler:
         self.base: LogPotentials | None = None
         if base is not None:
             # a model of its own, so that shapes are checked and terms can be scored
+            base = [term.to(self.potentials.device, self.potentials.dtype) for term in base]
             self.base = LogPotentials(self.graph, self.potentials.tables, base)
             if self.base.batch_size not in (1, potentials.batch_size):
                 raise ValueError(f"base: expected a batch of 1 or {potentials.batch_size}, got {self.base.batch_size}")
@@ -114,9 +117,10 @@ class GibbsSampler:
                 f"got {states.dtype} of shape {list(states.shape)}"
             )
         widest = self.potentials.batch_size * max((block.width for block in self.blocks), default=1)
+        largest = CACHED_GATHER if states.device.type == "cpu" else LARGEST_GATHER
         # variables first: a factor's other variables are then whole rows to gather
         columns = states.permute(2, 0, 1).clone(memory_format=torch.contiguous_format)
-        for part in columns.split(max(1, LARGEST_GATHER // max(1, widest)), dim=1):
+        for part in columns.split(max(1, largest // max(1, widest)), dim=1):
             for _ in range(sweeps):
                 for block in self.blocks:
                     part[block.variables] = draw(block.logits(part, inverse_temperature), generator)
