@@ -84,9 +84,7 @@ def test_exact_likelihood_is_differentiable(
     names = [f"model.{name}" for name, _ in model.named_parameters()]
 
     def log_z(*parameters: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(
-            _LogZ(model), dict(zip([f"model.{n}" for n in names], parameters, strict=True))
-        )
+        return torch.func.functional_call(_LogZ(model), dict(zip(names, parameters, strict=True)))
 
     assert torch.autograd.gradcheck(log_z, tuple(model.parameters()))
     # the gradient of the factor graph's log Z is the same number
@@ -182,7 +180,7 @@ def test_saturated_couplings_stay_finite() -> None:
     every = configurations(4, 2)
     loss = model.log_z() - model.score(every).mean() - model.pseudo_log_likelihood(every).mean()
     loss.backward()
-    assert math.isfinite(float(loss))
+    assert math.isfinite(loss.item())
     for parameter in model.parameters():
         assert parameter.grad is not None
         assert bool(torch.isfinite(parameter.grad).all())
