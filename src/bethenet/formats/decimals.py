@@ -41,12 +41,13 @@ _EXACT = _context(2 * LONGEST)
 _WORKING = _context(40)
 
 
-def read_logarithms(tokens: Sequence[bytes], values: Floats) -> Floats:
-    """Natural logarithms of decimal numbers; ``values`` are the same numbers as float64.
+def read_logarithms(tokens: Sequence[bytes], values: Floats, lengths: Integers | None = None) -> Floats:
+    """Natural logarithms of decimal numbers; ``values`` are the same numbers as float64, ``lengths`` their characters.
 
     NaN where a number is negative or NaN, ``inf`` where it is infinite, ``-inf`` where it is zero.
     """
-    lengths = np.fromiter(map(len, tokens), dtype=np.int64, count=len(tokens))
+    if lengths is None:
+        lengths = np.fromiter(map(len, tokens), dtype=np.int64, count=len(tokens))
     with np.errstate(divide="ignore", invalid="ignore"):
         result: Floats = np.log(values)
     normal = (values >= SMALLEST_NORMAL) & np.isfinite(values) & (lengths <= TABULAR)

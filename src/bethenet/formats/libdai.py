@@ -72,7 +72,8 @@ def _locate_blocks(numbers: Numbers) -> _Blocks:
     # a block takes at least two numbers: those of its variables and of its entries
     numbers.require(1, 2 * factors, f"numbers or more, for {factors} factors")
     value, position = numbers.values.item, 1
-    found = np.empty((4, factors), dtype=np.int64)
+    found: tuple[list[float], ...] = ([], [], [], [])
+    arities, scopes, starts, counts = (column.append for column in found)
     for factor in range(factors):
         arity = value(position) if position < total else -1.0
         if not (arity >= 0 and arity.is_integer()):
@@ -87,10 +88,13 @@ def _locate_blocks(numbers: Numbers) -> _Blocks:
             numbers.whole(entries - 1, f"the number of factor {factor}'s entries")
         if entries + 2 * listed > total:
             numbers.require(entries, 2 * listed, f"indices and values of factor {factor}'s entries")
-        found[:, factor] = arity, position + 1, entries, listed
+        arities(arity)
+        scopes(position + 1)
+        starts(entries)
+        counts(listed)
         position = entries + 2 * int(listed)
     numbers.require_end(position)
-    return _Blocks(*found)
+    return _Blocks(*(np.array(column, dtype=np.int64) for column in found))
 
 
 def _scope_positions(blocks: _Blocks, factors: Integers) -> Integers:

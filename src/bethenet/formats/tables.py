@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,10 +17,11 @@ MAX_UNATTACHED = 10**7
 """States, in all, of variables that are in no factor: a file need not spend a byte on each of these."""
 
 
-def unattached_states(counts: Integers, attached: Integers) -> str | None:
+def unattached_states(counts: Integers, scopes: Sequence[Integers]) -> str | None:
     """What is wrong with the state counts of variables that are in no factor (None: nothing)."""
     free = np.ones(len(counts), dtype=bool)
-    free[attached] = False
+    for scope in scopes:
+        free[scope] = False
     total = float(counts[free].astype(np.float64).sum())
     if total <= MAX_UNATTACHED:
         return None

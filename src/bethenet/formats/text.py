@@ -66,9 +66,10 @@ class Numbers:
         values, logarithms, self._first = [], [], [0]
         for begin, end in self._chunks():
             tokens = text[begin:end].split()
-            chunk = self._floats(tokens, begin)
+            lengths = np.fromiter(map(len, tokens), dtype=np.int64, count=len(tokens))
+            chunk = self._floats(tokens, lengths, begin, end)
             values.append(chunk)
-            logarithms.append(read_logarithms(tokens, chunk))
+            logarithms.append(read_logarithms(tokens, chunk, lengths))
             self._first.append(self._first[-1] + len(tokens))
         self.values: Floats = np.concatenate([*values, np.empty(0)])
         self.logarithms: Floats = np.concatenate([*logarithms, np.empty(0)])
@@ -132,10 +133,9 @@ class Numbers:
             begin = end
         return chunks
 
-    def _floats(self, tokens: list[bytes], begin: int) -> Floats:
-        longest = max(map(len, tokens), default=0)
+    def _floats(self, tokens: list[bytes], lengths: Integers, begin: int, end: int) -> Floats:
         try:
-            if longest <= LONGEST and b"_" not in b"".join(tokens):
+            if lengths.max(initial=0) <= LONGEST and self._text.find(b"_", begin, end) < 0:  # Python reads 1_0 as 10
                 return np.array(list(map(float, tokens)), dtype=np.float64)
         except ValueError:
             pass

@@ -46,8 +46,7 @@ def read_uai(path: str | Path) -> LogPotentials:
     factors = numbers.whole(1 + variables, "the number of factors")
     scopes, sizes, position = _read_scopes(numbers, 2 + variables, counts, factors)
     starts = _locate_tables(numbers, position, sizes)
-    attached = np.unique(np.concatenate([*(scope.reshape(-1) for _, scope in scopes), np.empty(0, dtype=np.int64)]))
-    problem = unattached_states(counts, attached)
+    problem = unattached_states(counts, [scope for _, scope in scopes])
     if problem:
         raise numbers.error(1, problem)
     flat = numbers.logarithms
@@ -64,15 +63,16 @@ def _read_scopes(
     """(the scopes of each arity with their factors' numbers, each factor's table size, where the tables begin)."""
     # a factor takes at least three numbers: those of its variables, of its entries, and one entry
     numbers.require(position, 3 * factors, f"numbers or more, for {factors} factors")
-    starts, arities = np.empty(factors, dtype=np.int64), np.empty(factors, dtype=np.int64)
+    heads, found = [], []
     value, variables, total = numbers.values.item, len(counts), len(numbers)
     for factor in range(factors):
         arity = value(position) if position < total else -1.0
         if not (0 <= arity <= variables and arity.is_integer()):
             numbers.whole(position, f"the number of factor {factor}'s variables", 0, variables)
-        arities[factor] = arity
-        starts[factor] = position + 1
+        heads.append(position)
+        found.append(arity)
         position += 1 + int(arity)
+    starts, arities = np.array(heads, dtype=np.int64) + 1, np.array(found, dtype=np.int64)
     numbers.require(position, 0, "tables")
     if position > total:
         raise numbers.error(total, f"expected {factors} scopes, found the end of the file in the last of them")
