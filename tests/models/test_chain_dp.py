@@ -142,7 +142,7 @@ def test_messages_are_the_weights_of_windows(kind, domain):
 
 def test_too_large_is_refused_with_the_bytes():
     tables = ChainTables.pairwise(torch.zeros(4, 64, 64))
-    with pytest.raises(MemoryLimitError, match="bytes.*belief propagation") as refused:
+    with pytest.raises(MemoryLimitError, match=r"bytes.*belief propagation") as refused:
         log_z(torch.zeros(2, 9, 64), tables, memory_limit=2**20)
     assert refused.value.bytes_needed > 4 * 2 * 64**4
     small = ChainTables.pairwise(torch.zeros(2, 8, 8))
@@ -151,8 +151,8 @@ def test_too_large_is_refused_with_the_bytes():
 
 
 def test_the_prediction_covers_what_is_kept():
-    numbers, tables = random_tables("pairwise", 3, 6)
-    unary = random_unary(5, 8, 6)
+    _numbers, tables = random_tables("pairwise", 3, 6)
+    random_unary(5, 8, 6)
     kept = sum(5 * 6 ** min(step + 1, 3) for step in range(8)) * 8
     assert kept < bytes_needed(5, 8, tables, torch.float64, keep=True) < 3 * kept
     assert bytes_needed(5, 8, tables, torch.float64, keep=False) < kept

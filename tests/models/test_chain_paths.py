@@ -51,7 +51,7 @@ def test_samples_of_padded_chains():
     unary = random_unary(3, 5, 3).detach()
     lengths = torch.tensor([2, 5, 1])
     drawn = sample_paths(unary, tables.detach(), lengths, samples=20_000, generator=torch.Generator().manual_seed(0))
-    paths, scores = path_scores("pairwise", numbers.detach(), unary[:1, :2])
+    _paths, scores = path_scores("pairwise", numbers.detach(), unary[:1, :2])
     share = torch.bincount((drawn[:, 0, :2] * torch.tensor([3, 1])).sum(1), minlength=9) / 20_000
     assert (share - scores[0].softmax(0)).abs().max() < 0.02
     assert (drawn[:, 0, 2:] == 0).all()
