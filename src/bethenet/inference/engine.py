@@ -84,6 +84,12 @@ class IterativeEngine(ABC):
     def beliefs(self, problem: Problem, state: State) -> Beliefs:
         """What the state says."""
 
+    def log_z(
+        self, potentials: LogPotentials, problem: Problem, state: State, beliefs: Beliefs
+    ) -> Float[Tensor, " batch"]:
+        """The estimate of log Z (nats), differentiable in the log-potentials: minus the free energy of the beliefs."""
+        return -free_energy(potentials, beliefs)
+
     def run(
         self, potentials: LogPotentials, *, state: State = None, generator: torch.Generator | None = None
     ) -> InferenceResult:
@@ -97,7 +103,7 @@ class IterativeEngine(ABC):
         return InferenceResult(
             method=self.name,
             beliefs=beliefs,
-            log_z=-free_energy(potentials, beliefs),
+            log_z=self.log_z(potentials, problem, loop.state, beliefs),
             member_status=loop.statuses(),
             iterations=loop.iterations,
             residual=loop.residual,

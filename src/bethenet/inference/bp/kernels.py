@@ -57,6 +57,8 @@ class CouplingKernel:
     coupling: Float[Tensor, "factors batch 1"]
     """``2 J``."""
     mode: Mode
+    certain: bool = False
+    """Whether incoming log-odds can be infinite, as those of an observed variable are."""
 
     @property
     def log_table(self) -> Float[Tensor, "factors batch 2 2"]:
@@ -68,27 +70,23 @@ class CouplingKernel:
         """See `Kernel.message`."""
         cavity = incoming[1 - axis]
         assert cavity is not None
-        return couple(cavity, _select(self.coupling, rows), self.mode)
+        return self.couple(cavity, _select(self.coupling, rows))
+
+    def couple(self, cavity: Tensor, coupling: Tensor) -> Tensor:
+        """The message through couplings ``2 J`` from log-odds ``cavity``."""
+        if self.certain:
+            # beyond these bounds a message no longer depends on the log-odds
+            limit = coupling.abs() + 50.0
+            cavity = torch.maximum(torch.minimum(cavity, limit), -limit)
+        if self.mode == "max":
+            return F.relu(cavity + coupling) - F.relu(cavity - coupling) - coupling
+        threshold = 20.0 if cavity.dtype == torch.float32 else 40.0
+        plus = F.softplus(cavity + coupling, threshold=threshold)
+        return plus - F.softplus(cavity - coupling, threshold=threshold) - coupling
 
     def select(self, members: Tensor) -> CouplingKernel:
         """See `Kernel.select`."""
         return replace(self, coupling=_members(self.coupling, members))
-
-
-def couple(cavity: Tensor, coupling: Tensor, mode: Mode) -> Tensor:
-    """The message through a coupling ``2 J`` of a variable whose log-odds, without the factor, are ``cavity``."""
-    if mode == "max":
-        return F.relu(cavity + coupling) - F.relu(cavity - coupling) - coupling
-    threshold = 20.0 if cavity.dtype == torch.float32 else 40.0
-    plus = F.softplus(cavity + coupling, threshold=threshold)
-    minus = F.softplus(cavity - coupling, threshold=threshold)
-    return plus.sub_(minus).sub_(coupling) if not plus.requires_grad else plus - minus - coupling
-
-
-def bounded(cavity: Tensor, coupling: Tensor) -> Tensor:
-    """``cavity`` with infinities (observed variables) brought to where they no longer differ in effect."""
-    limit = coupling.abs() + 50.0
-    return torch.maximum(torch.minimum(cavity, limit), -limit)
 
 
 @dataclass(frozen=True, eq=False)

@@ -209,8 +209,17 @@ class Problem:
         return Beliefs(regions, tables)
 
 
-def prepare(potentials: LogPotentials, mode: Mode = "sum", weights: Weights | None = None) -> Problem:
-    """Everything about a model that stays the same from one iteration to the next."""
+def prepare(
+    potentials: LogPotentials, mode: Mode = "sum", weights: Weights | None = None, *, certain: bool = False
+) -> Problem:
+    """Everything about a model that stays the same from one iteration to the next.
+
+    Args:
+        potentials: the model.
+        mode: whether factors sum or maximise.
+        weights: for each factor group the factors' weights; all 1 if not given.
+        certain: be ready for variables whose state is fixed, even if the model fixes none.
+    """
     graph = potentials.graph
     wiring = graph.compiled(compile_wiring)
     hard = potentials.has_zeros and any(
@@ -232,7 +241,8 @@ def prepare(potentials: LogPotentials, mode: Mode = "sum", weights: Weights | No
             for axis, part in enumerate(coupling_fields):
                 reader = group.variable_groups[axis]
                 fields[reader] = _add_rows(fields[reader], group.rows[:, axis], part, graph.variable_groups[reader].variables)
-            kernels.append(CouplingKernel(coupling if share is None else coupling / share.reshape(-1, 1, 1), mode))
+            scaled = coupling if share is None else coupling / share.reshape(-1, 1, 1)
+            kernels.append(CouplingKernel(scaled, mode, certain or potentials.has_zeros))
             continue
         scaled = table if share is None else table / share.reshape(-1, *([1] * (group.arity + 1)))
         widths = tuple(states if hard else message_width(states) for states in group.table_shape)

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bethenet.inference.bp.kernels import bounded, couple
-from bethenet.inference.bp.problem import Messages, Problem, Sums
+from bethenet.inference.bp.kernels import CouplingKernel
+from bethenet.inference.bp.problem import Messages, Problem
 
 BLOCK_ENTRIES = 2**16
 """Messages are renewed in blocks of so many numbers, so that what lies between is still in the cache."""
@@ -87,16 +87,14 @@ def _blocks(problem: Problem, group: int, cavities: Tensor, sent: dict[tuple[int
         yield slice(None), torch.cat([*pieces, torch.zeros_like(pieces[0][:1])]).index_select(0, layout.edge_of_slot)
         return
     reverse = problem.wiring.reverse[group]
-    assert reverse is not None
+    kernel = problem.kernels[problem.wiring.edges[group][0][0]]
+    assert reverse is not None and isinstance(kernel, CouplingKernel)
     recorded = torch.is_grad_enabled() and cavities.requires_grad
     size = layout.num_slots if recorded or cavities.is_cuda else max(1, BLOCK_ENTRIES // cavities.shape[1])
     for first in range(0, layout.num_slots, size):
         block = slice(first, min(first + size, layout.num_slots))
         strength = coupling[block] if coupling.shape[0] > 1 else coupling
-        cavity = cavities.index_select(0, reverse[block])
-        if problem.has_impossible_states:
-            cavity = bounded(cavity, strength)
-        update = couple(cavity, strength, problem.mode)
+        update = kernel.couple(cavities.index_select(0, reverse[block]), strength)
         yield block, update if problem.slot_weights is None else update * problem.slot_weights[group][block]
 
 
