@@ -13,7 +13,7 @@ from bethenet.errors import ImpossibleEvidenceError
 from bethenet.inference.exact import Exact
 from bethenet.inference.exact.domains import Logarithmic
 from bethenet.inference.exact.elimination import forward, marginals
-from bethenet.inference.exact.planning import plan_for
+from bethenet.inference.exact.planning import planner_for
 from bethenet.result import Status
 from oracle import enumerate_model, models
 
@@ -44,7 +44,8 @@ def test_equals_enumeration(potentials: LogPotentials) -> None:
 @settings(max_examples=30, deadline=None)
 @given(models(max_variables=6, max_factors=10, batch=2, zeros=True))
 def test_log_domain_equals_scaled_domain(potentials: LogPotentials) -> None:
-    reduction, plan = plan_for(potentials, "auto")
+    planner = planner_for(potentials)
+    reduction, plan = planner.reduction, planner.plan("min-fill")
     trace = forward(plan, Logarithmic(), reduction.leaves(potentials), potentials.batch_size, keep=True)
     result = Exact().run(potentials)
     torch.testing.assert_close(reduction.constant(potentials) + trace.log_z, result.log_z)

@@ -8,7 +8,7 @@ together are merged into one first: a message over fifteen binary variables is h
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -142,6 +142,7 @@ class Contraction:
             if not wants[count + number]:
                 continue
             known, value = gradients.pop(count + number)
+            gradient = value
             for target, other in ((step.left, step.right), (step.right, step.left)):
                 if target is None or not wants[target]:
                     continue
@@ -154,6 +155,53 @@ class Contraction:
         return [
             self.leave(number, gradients[number][1], full=full) if wanted[number] else None for number in range(count)
         ]
+
+    # --- sizes ------------------------------------------------------------------------------------------------------
+
+    def entries(self, axes: Iterable[int]) -> int:
+        """Entries of a tensor with these (merged) axes."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    @property
+    def result_entries(self) -> int:
+        """Entries of the result."""
+        return self.entries(self.output)
+
+    def gradient_entries(self, operand: int, *, full: bool) -> int:
+        """Entries of an operand's gradient."""
+        return self.entries({*(self.full if full else ()), *self.axes[operand]})
+
+    def forward_entries(self) -> int:
+        """The most that `forward` holds at once, its result included."""
+        alive, peak = 0, 0
+        for step in self.steps:
+            size = self.entries(step.axes)
+            peak = max(peak, alive + size)
+            alive += size - self._intermediate_entries(step)
+        return peak
+
+    def backward_entries(self, *, full: bool) -> int:
+        """The most that `pull_back` holds at once, the given gradient and those it returns included."""
+        lead = self.full if full else ()
+        axes = [*self.axes, *(step.axes for step in self.steps)]
+        alive = sum(self.entries(step.axes) for step in self.steps[:-1])
+        alive += self.entries({*lead, *self.output})
+        peak = alive
+        for step in reversed(self.steps):
+            for value in (step.left, step.right):
+                if value is not None:
+                    alive += self.entries({*lead, *axes[value]})
+            given = self.entries({*lead, *step.axes})
+            # the matrix product copies what does not lie in memory the way it wants it
+            peak = max(peak, alive + given)
+            alive -= given + self._intermediate_entries(step)
+        return peak
+
+    def _intermediate_entries(self, step: Step) -> int:
+        used = [value - len(self.axes) for value in (step.left, step.right) if value is not None]
+        return sum(self.entries(self.steps[value].axes) for value in used if value >= 0)
+
+    # --- the steps --------------------------------------------------------------------------------------------------
 
     def _intermediates(self, operands: Sequence[Tensor], keep: bool) -> list[Tensor | None]:
         """The operands and the results of all steps but the last."""

@@ -40,6 +40,10 @@ class Domain:
         """One round. Also says whether the result is in doubt (a boolean scalar) where that can happen."""
         raise NotImplementedError
 
+    def unscale(self, result: Message, gradient: Tensor) -> Tensor:
+        """The derivative of log Z by a round's result before its scale was taken out, from that after."""
+        return gradient
+
     def pull_back(
         self, kind: Contraction, operands: Sequence[Message], result: Message, gradient: Tensor
     ) -> list[Tensor | None]:
@@ -79,11 +83,15 @@ class Scaled(Domain):
         )
         return Message(value, scale, lowest), doubt
 
+    def unscale(self, result: Message, gradient: Tensor) -> Tensor:
+        """See `Domain.unscale`."""
+        assert result.log_scale is not None
+        return _through_scale(result.value, result.log_scale, gradient)
+
     def pull_back(
         self, kind: Contraction, operands: Sequence[Message], result: Message, gradient: Tensor
     ) -> list[Tensor | None]:
         """See `Domain.pull_back`."""
-        gradient = _through_scale(result.value, result.log_scale, gradient)
         return kind.pull_back([operand.value for operand in operands], gradient, [True] * len(operands), full=True)
 
     def logarithm(self, value: Tensor) -> Tensor:
@@ -96,7 +104,9 @@ class Scaled(Domain):
 
     def log_marginal(self, value: Tensor, gradient: Tensor) -> Tensor:
         """See `Domain.log_marginal`."""
-        return safe_log(value * gradient.masked_fill(value == 0, 0.0))
+        if torch.is_grad_enabled():
+            return safe_log(value * gradient.masked_fill(value == 0, 0.0))
+        return (value * gradient).masked_fill_(value == 0, 0.0).log_()
 
 
 class Logarithmic(Domain):
@@ -173,13 +183,11 @@ class _ScaledSum(torch.autograd.Function):
         return None, None, *ctx.kind.pull_back(operands, gradient, ctx.needs_input_grad[2:], full=False)
 
 
-def _through_scale(value: Tensor, log_scale: Tensor | None, gradient: Tensor) -> Tensor:
+def _through_scale(value: Tensor, log_scale: Tensor, gradient: Tensor) -> Tensor:
     """The gradient of the unscaled result from that of the scaled one.
 
     An entry that is zero has a zero derivative by every log-potential, whatever its gradient: that may have overflowed.
     """
-    gradient = gradient.masked_fill(value == 0, 0.0)
-    if log_scale is None or value.dim() == 2:
-        return gradient
-    factor = (-log_scale.detach()).exp()
-    return gradient * factor.reshape(*factor.shape, *([1] * (value.dim() - 2)))
+    factor = (-log_scale).exp()
+    factor = factor.reshape(*factor.shape, *([1] * (value.dim() - 2)))
+    return (gradient * factor).masked_fill_(value == 0, 0.0)

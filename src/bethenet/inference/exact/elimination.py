@@ -40,13 +40,13 @@ def kind_of(step: Round, shared: Sequence[tuple[bool, bool]], batch: int) -> Con
     return contraction(axes, step.sizes, batch, step.rows)
 
 
-def forward(plan: Plan, domain: Domain, leaves: Sequence[Tensor], batch: int, *, keep: bool) -> Trace:
+def forward(plan: Plan, domain: Domain, leaves: list[Tensor], batch: int, *, keep: bool) -> Trace:
     """Eliminate everything.
 
     Args:
         plan: the rounds.
         domain: the arithmetic.
-        leaves: log-tables ``[batch | 1, rows | 1, *table]``.
+        leaves: log-tables ``[batch | 1, rows | 1, *table]``. The list is emptied, as none is needed for longer.
         batch: how many models.
         keep: keep the messages in the trace, for a backward pass.
     """
@@ -54,13 +54,14 @@ def forward(plan: Plan, domain: Domain, leaves: Sequence[Tensor], batch: int, *,
     trace = Trace(domain, batch, torch.zeros(1, dtype=some.dtype, device=some.device), None)
     waiting: dict[tuple[int, int], Message] = {}
     doubts: list[Tensor] = []
-    for stack, table in enumerate(leaves):
+    for stack in range(plan.leaves):
+        table = leaves.pop(0)
         rows = plan.permutations[stack]
         message = domain.enter(table if rows is None or table.shape[1] == 1 else table[:, rows])
         repeats = sum(_length(plan, use) for use in plan.uses[stack])
         trace.log_z = trace.log_z + _over_rows(message.log_scale, repeats)
         _hand_out(plan, plan.uses[stack], message, waiting)
-    del message
+    del message, table
     for number, step in enumerate(plan.rounds):
         operands = [waiting.pop((number, operand)) for operand in range(len(step.sources))]
         shared = [(message.value.shape[0] == 1, message.value.shape[1] == 1) for message in operands]
@@ -97,6 +98,7 @@ def marginals(plan: Plan, trace: Trace, *, differentiable: bool) -> list[Float[T
             pieces = [gradients.pop(use) for use in plan.uses[plan.leaves + number]]
             gradient = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
             del pieces
+        gradient = domain.unscale(result, gradient)
         for operand, value in enumerate(domain.pull_back(kind, operands, result, gradient)):
             assert value is not None
             source = step.sources[operand]

@@ -24,6 +24,8 @@ class Shape:
     """Variables in the largest bucket, less the one summed out: an upper bound of the treewidth."""
     entries: int
     """Entries of all buckets together."""
+    message_entries: int
+    """Entries of all messages together."""
     depth: int
     """Steps that have to come one after the other."""
 
@@ -132,20 +134,19 @@ def measure(order: Sequence[int], neighbours: Adjacency, states: Sequence[int]) 
     position = {variable: place for place, variable in enumerate(order)}
     later = {v: {u for u in neighbours[v] if position[u] > position[v]} for v in order}
     depth = dict.fromkeys(order, 1)
-    width, entries = 0, 0
+    width, entries, message_entries = 0, 0, 0
     for variable in order:
         scope = later.pop(variable)
         width = max(width, len(scope))
-        size = states[variable]
-        for other in scope:
-            size *= states[other]
-        entries += size
+        size = math.prod([states[other] for other in scope])
+        entries += size * states[variable]
+        message_entries += size
         if scope:
             parent = min(scope, key=position.__getitem__)
             scope.discard(parent)
             later[parent] |= scope
             depth[parent] = max(depth[parent], depth[variable] + 1)
-    return Shape(width, entries, max(depth.values(), default=0))
+    return Shape(width, entries, message_entries, max(depth.values(), default=0))
 
 
 def _log_entries(variable: int, others: Iterable[int], states: Sequence[int]) -> float:

@@ -69,7 +69,6 @@ class Plan:
     """For each leaf its rows in the order of use; ``None`` where that is the order they have."""
     uses: tuple[tuple[tuple[int, int], ...], ...]
     """For each stack the (round, operand) pairs that use its rows, in the rows' order."""
-    width: int
 
     @property
     def leaves(self) -> int:
@@ -102,7 +101,6 @@ class _Builder:
         self.num_leaves = len(leaves)
         self.first.append(len(self.scopes))
         self.by_level: dict[int, list[_Bucket]] = {}
-        self.width = 0
 
     def eliminate(self, order: Sequence[int]) -> None:
         """Make all buckets."""
@@ -116,7 +114,6 @@ class _Builder:
                 entries = self._multiply_alike(entries, place)
             union = set().union(*(self.scopes[entry] for entry in entries))
             union.discard(variable)
-            self.width = max(self.width, len(union))
             scope = tuple(sorted(union, key=place))
             result = self._add(variable, entries, scope)
             if scope:
@@ -234,4 +231,4 @@ def make_plan(
                 sources,
             )
         )
-    return Plan(tuple(rounds), tuple(permutations), tuple(uses), builder.width)
+    return Plan(tuple(rounds), tuple(permutations), tuple(uses))

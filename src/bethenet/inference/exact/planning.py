@@ -1,15 +1,18 @@
-"""Which plan to use for given potentials: finds the orders, compares their costs, and keeps it all with the graph."""
+"""Which plan to use: finds elimination orders, compares what they cost, and keeps it all with the graph."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from bethenet.graph import FactorGraph
-from bethenet.inference.exact.ordering import Adjacency, Shape, adjacency, measure, min_degree, min_fill
+from bethenet.inference.exact.memory import Task, predict
+from bethenet.inference.exact.ordering import Shape, adjacency, measure, min_degree, min_fill
 from bethenet.inference.exact.plan import Plan, make_plan
-from bethenet.inference.exact.reduction import Reduction
+from bethenet.inference.exact.reduction import Layout, Reduction
 from bethenet.potentials import LogPotentials
 
 ORDERS = ("auto", "min-fill", "min-degree")
@@ -18,10 +21,24 @@ FEW_VARIABLES = 2000
 """Up to here ``"auto"`` also tries min-fill and the variables' own order."""
 
 STEP_ENTRIES = {"cpu": 1e5, "cuda": 1e7}
-"""How many bucket entries are computed in the time that starting a step takes."""
+"""How many bucket entries are computed in the time that starting a step takes, roughly."""
 
 LARGEST_AT_ONCE = 12.0
 """Binary logarithm of the largest bucket that is worth making larger for the sake of fewer steps."""
+
+HOPELESS = 1 << 48
+"""Entries of messages beyond which no plan is made in detail."""
+
+Order = str | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An order, and the peak bytes that are predicted for it."""
+
+    order: Order
+    width: int
+    bytes_needed: int
 
 
 class Planner:
@@ -33,24 +50,62 @@ class Planner:
         self.scopes = self.reduction.leaf_scopes()
         self.free = self.reduction.free_variables()
         self.states: list[int] = graph.state_counts.tolist()
-        self.neighbours: Adjacency = adjacency(graph.num_variables, (s for leaf in self.scopes for s in leaf))
-        self._orders: dict[str, tuple[list[int], Shape]] = {}
-        self._plans: dict[object, Plan] = {}
+        self.neighbours = adjacency(graph.num_variables, (s for leaf in self.scopes for s in leaf))
+        self._orders: dict[Order, tuple[list[int], Shape]] = {}
+        self._plans: dict[Order, Plan] = {}
+        self._predictions: dict[tuple[Order, Layout, Task, int], int] = {}
 
-    def plan(self, order: str | tuple[int, ...], batch: int) -> Plan:
-        """The plan for an order, or for the cheapest one where ``order`` leaves the choice."""
-        if not isinstance(order, str):
-            return self._make(order, self._given(order))
-        names = [order]
+    def choose(self, order: Order, layout: Layout, task: Task, itemsize: int, limit: float = math.inf) -> Choice:
+        """The cheapest order that stays within ``limit`` bytes; if none does, the one that needs least."""
+        choices = []
+        for name in self._candidates(order, layout.batch):
+            choice = Choice(name, self.shape(name).width, self._predict(name, layout, task, itemsize))
+            if choice.bytes_needed <= limit:
+                return choice
+            choices.append(choice)
+        return min(choices, key=lambda choice: choice.bytes_needed)
+
+    def width(self, order: Order) -> int:
+        """The smallest width of the orders that ``order`` allows: an upper bound of the treewidth."""
+        return min(self.shape(name).width for name in self._names(order))
+
+    def plan(self, order: Order) -> Plan:
+        """The plan for a named order or a given one."""
+        if order not in self._plans:
+            sequence = self._order(order)[0]
+            self._plans[order] = make_plan(self.scopes, self.states, sequence, self.graph.device)
+        return self._plans[order]
+
+    def shape(self, order: Order) -> Shape:
+        """What an order costs."""
+        return self._order(order)[1]
+
+    def _candidates(self, order: Order, batch: int) -> Iterator[Order]:
+        """Names of orders, the cheapest first."""
         if order == "auto":
-            names = ["min-degree", "at once"]
-            if len(self.free) <= FEW_VARIABLES:
-                names += ["min-fill", "as numbered"]
-        best = min(names, key=lambda name: self._cost(name, batch))
-        return self._make(best, self.order(best)[0])
+            first = self.shape("at once")
+            if first.entries * batch <= first.depth * self._step_entries:
+                # Starting the steps is most of the work, and no other order has fewer of them.
+                yield "at once"
+        yield from sorted(self._names(order), key=lambda name: self._cost(name, batch))
 
-    def order(self, name: str) -> tuple[list[int], Shape]:
-        """A named order and its measure."""
+    def _names(self, order: Order) -> list[Order]:
+        if order != "auto":
+            return [order]
+        few: list[Order] = ["min-fill", "as numbered"] if len(self.free) <= FEW_VARIABLES else []
+        return ["at once", "min-degree", *few]
+
+    def _cost(self, name: Order, batch: int) -> float:
+        shape = self.shape(name)
+        if shape.entries > HOPELESS:
+            return math.log2(shape.entries) * HOPELESS * batch
+        return shape.depth * self._step_entries + shape.entries * batch
+
+    @property
+    def _step_entries(self) -> float:
+        return STEP_ENTRIES.get(self.graph.device.type, STEP_ENTRIES["cpu"])
+
+    def _order(self, name: Order) -> tuple[list[int], Shape]:
         if name not in self._orders:
             if name == "min-fill":
                 order = min_fill(self.neighbours, self.states, self.free)
@@ -58,44 +113,34 @@ class Planner:
                 order = self.free
             elif name == "min-degree":
                 order = min_degree(self.neighbours, self.states, self.free)
-            else:
+            elif name == "at once":
                 order = min_degree(self.neighbours, self.states, self.free, at_once=LARGEST_AT_ONCE)
+            else:
+                order = self._given(name)
             self._orders[name] = order, measure(order, self.neighbours, self.states)
         return self._orders[name]
 
-    def _cost(self, name: str, batch: int) -> float:
-        shape = self.order(name)[1]
-        per_step = STEP_ENTRIES.get(self.graph.device.type, STEP_ENTRIES["cpu"])
-        if shape.entries.bit_length() > 900:
-            return math.inf
-        return shape.depth * per_step + shape.entries * batch
-
-    def _given(self, order: tuple[int, ...]) -> list[int]:
+    def _given(self, order: Order) -> list[int]:
+        if sorted(order) != list(range(self.graph.num_variables)):
+            last = self.graph.num_variables - 1
+            raise ValueError(f"order: expected every variable from 0 to {last} once, got {list(order)[:8]}...")
         free = set(self.free)
-        if sorted(set(order)) != sorted(order) or not free <= set(order):
-            missing = sorted(free - set(order))[:8]
-            raise ValueError(f"order: expected every variable once; missing {missing}, given {len(order)} numbers")
-        return [variable for variable in order if variable in free]
+        return [int(variable) for variable in order if variable in free]
 
-    def _make(self, key: object, order: list[int]) -> Plan:
-        if key not in self._plans:
-            self._plans[key] = make_plan(self.scopes, self.states, order, self.graph.device)
-        return self._plans[key]
-
-
-def plan_for(potentials: LogPotentials, order: str | tuple[int, ...]) -> tuple[Reduction, Plan]:
-    """The reduction and the plan for a model and its evidence."""
-    planner = planner_for(potentials.graph, observed_in_all(potentials))
-    return planner.reduction, planner.plan(order, potentials.batch_size)
+    def _predict(self, name: Order, layout: Layout, task: Task, itemsize: int) -> int:
+        shape = self.shape(name)
+        if shape.message_entries > HOPELESS:
+            return shape.message_entries * layout.batch * itemsize
+        key = name, layout, task, itemsize
+        if key not in self._predictions:
+            self._predictions[key] = predict(self.plan(name), self.reduction, layout, task, itemsize)
+        return self._predictions[key]
 
 
-def planner_for(graph: FactorGraph, observed: np.ndarray) -> Planner:
-    """The planner for what is observed, kept with the graph."""
+def planner_for(model: FactorGraph | LogPotentials) -> Planner:
+    """The planner for a graph and the variables that are observed in all members of a batch, kept with the graph."""
+    graph = model if isinstance(model, FactorGraph) else model.graph
+    observed = np.zeros(graph.num_variables, dtype=bool)
+    if isinstance(model, LogPotentials) and model.observed is not None:
+        observed = (model.observed >= 0).all(0).cpu().numpy()
     return graph.compiled_as(("exact", observed.tobytes()), lambda: Planner(graph, observed))
-
-
-def observed_in_all(potentials: LogPotentials) -> np.ndarray:
-    """Which variables are observed in every member of the batch."""
-    if potentials.observed is None:
-        return np.zeros(potentials.graph.num_variables, dtype=bool)
-    return (potentials.observed >= 0).all(0).cpu().numpy()

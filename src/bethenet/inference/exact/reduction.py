@@ -42,6 +42,55 @@ class Part:
     """Every variable of that group has exactly one such factor, in order."""
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What of a model's numbers has a batch axis and separate rows: all that its memory depends on."""
+
+    batch: int
+    tables: tuple[tuple[bool, bool], ...]
+    """For each factor group: not shared over the batch, not shared over the factors."""
+    terms: tuple[tuple[bool, bool], ...]
+    """The same of each variable group's evidence."""
+    observed: bool
+    """Whether observed states differ between batch members."""
+
+    @classmethod
+    def of(cls, potentials: LogPotentials) -> Layout:
+        """The layout of given numbers."""
+
+        def flags(tensor: Tensor) -> tuple[bool, bool]:
+            return tensor.shape[0] > 1, tensor.shape[1] > 1
+
+        return cls(
+            potentials.batch_size,
+            tuple(flags(table) for table in potentials.tables),
+            tuple(flags(term) for term in potentials.node_terms),
+            potentials.observed is not None and potentials.observed.shape[0] > 1,
+        )
+
+    @classmethod
+    def unshared(cls, graph: FactorGraph, batch: int) -> Layout:
+        """Every factor with a table of its own in every batch member, and no evidence."""
+        tables = tuple((batch > 1, len(group) > 1) for group in graph.factor_groups)
+        return cls(batch, tables, ((False, False),) * len(graph.variable_groups), False)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """The shape of one stack of tables: ``[batch | 1, rows | 1, *table_shape]``."""
+
+    rows: int
+    table_shape: tuple[int, ...]
+    batched: bool
+    separate: bool
+    fresh: bool = False
+    """It has to be computed first; it is not one of the potentials' own tensors."""
+
+    def entries(self, batch: int) -> int:
+        """How many numbers."""
+        return (batch if self.batched else 1) * (self.rows if self.separate else 1) * math.prod(self.table_shape)
+
+
 class Reduction:
     """Which factors and variables remain; everything here depends on the graph and on *what* is observed only.
 
@@ -109,6 +158,31 @@ class Reduction:
         joins = [self._sliced(potentials, part) for part in self.joins]
         return joins + [self._unary_table(potentials, number) for number in self.free_groups]
 
+    def leaf_layouts(self, layout: Layout) -> list[Leaf]:
+        """What `leaves` would return, by its shapes alone."""
+        result = []
+        for part in self.joins:
+            batched, separate = self._sliced_layout(layout, part)
+            shape = tuple(self.graph.factor_groups[part.factor_group].table_shape[axis] for axis in part.kept)
+            fresh = bool(part.seen) or (not part.whole and separate)
+            result.append(Leaf(part.rows.numel(), shape, batched, separate, fresh))
+        for number in self.free_groups:
+            batched, separate = layout.terms[number]
+            rows = self.free[number].numel()
+            fresh = False
+            for part in self.unaries:
+                if part.unary_group == number:
+                    also_batched, also_separate = self._sliced_layout(layout, part)
+                    batched |= also_batched
+                    separate |= also_separate or not part.one_each
+                    fresh = True
+            result.append(Leaf(rows, (self.graph.variable_groups[number].states,), batched, separate, fresh))
+        return result
+
+    def _sliced_layout(self, layout: Layout, part: Part) -> tuple[bool, bool]:
+        batched, separate = layout.tables[part.factor_group]
+        return batched or (bool(part.seen) and layout.observed), separate or bool(part.seen)
+
     def constant(self, potentials: LogPotentials) -> Float[Tensor, " batch | 1"]:
         """The log-potential (nats) of what the observations decide alone."""
         total = torch.zeros(1, dtype=potentials.dtype, device=potentials.device)
@@ -165,27 +239,43 @@ class Reduction:
 
     def beliefs(self, potentials: LogPotentials, marginals: Sequence[Tensor]) -> Beliefs:
         """Beliefs about the whole graph from the log-marginals ``[batch, rows, *table]`` of the leaves."""
-        batch = potentials.batch_size
         nodes = self._node_beliefs(potentials, marginals[len(self.joins) :])
-        pieces: dict[int, list[tuple[Part, Tensor]]] = {}
-        for part in self.parts:
-            shape = [self.graph.factor_groups[part.factor_group].table_shape[axis] for axis in part.kept]
-            if part in self.joins:
-                table = marginals[self.joins.index(part)]
-            elif part in self.unaries:
-                table = nodes[part.unary_group][:, self.free[part.unary_group][part.unary_rows]]
-            else:
-                table = torch.zeros(batch, part.rows.numel(), dtype=potentials.dtype, device=potentials.device)
-            pieces.setdefault(part.factor_group, []).append((part, self._unslice(potentials, part, table, shape)))
+        joins = dict(zip((id(part) for part in self.joins), marginals, strict=False))
         tables = []
         for number in range(len(self.graph.factor_groups)):
-            parts = pieces[number]
-            if len(parts) == 1:
-                tables.append(parts[0][1])
-                continue
-            order = torch.argsort(torch.cat([part.rows for part, _ in parts]))
-            tables.append(torch.cat([table for _, table in parts], dim=1)[:, order])
+            parts = [part for part in self.parts if part.factor_group == number]
+            pieces = [self._part_beliefs(potentials, part, joins, nodes) for part in parts]
+            if len(pieces) > 1:
+                order = torch.argsort(torch.cat([part.rows for part in parts]))
+                pieces = [torch.cat(pieces, dim=1)[:, order]]
+            tables.append(pieces[0])
         return Beliefs(RegionGraph.bethe(self.graph), [*tables, *nodes])
+
+    def belief_entries(self, batch: int) -> tuple[int, int]:
+        """Entries that `beliefs` adds to the marginals it is given: in its result, and besides that on the way."""
+        kept, most = 0, 0
+        for number, group in enumerate(self.graph.factor_groups):
+            parts = [part for part in self.parts if part.factor_group == number]
+            if len(parts) == 1 and parts[0] in self.joins and not parts[0].seen:
+                continue
+            entries = batch * len(group) * math.prod(group.table_shape)
+            most = max(most, 2 * entries if len(parts) > 1 else 0)
+            kept += entries
+        return kept, most
+
+    def _part_beliefs(
+        self, potentials: LogPotentials, part: Part, joins: dict[int, Tensor], nodes: Sequence[Tensor]
+    ) -> Tensor:
+        if part in self.joins:
+            table = joins[id(part)]
+        elif part in self.unaries:
+            table = nodes[part.unary_group][:, self.free[part.unary_group][part.unary_rows]]
+        else:
+            table = torch.zeros(
+                potentials.batch_size, part.rows.numel(), dtype=potentials.dtype, device=potentials.device
+            )
+        shape = [self.graph.factor_groups[part.factor_group].table_shape[axis] for axis in part.kept]
+        return self._unslice(potentials, part, table, shape)
 
     def _unslice(self, potentials: LogPotentials, part: Part, table: Tensor, shape: list[int]) -> Tensor:
         """Put a marginal of the remaining variables where the observed states are; elsewhere ``-inf``."""
@@ -196,7 +286,7 @@ class Reduction:
         batch, rows = table.shape[:2]
         cells = self._cells(potentials, part).expand(batch, rows).reshape(batch, rows, 1, *([1] * len(shape)))
         blank = table.new_full((batch, rows, math.prod(seen_sizes), *shape), -math.inf)
-        full = blank.scatter(2, cells.expand(batch, rows, 1, *shape), table.unsqueeze(2))
+        full = blank.scatter_(2, cells.expand(batch, rows, 1, *shape), table.unsqueeze(2))
         full = full.reshape(batch, rows, *seen_sizes, *shape)
         order = (*part.seen, *part.kept)
         return full.permute(0, 1, *(2 + order.index(axis) for axis in range(len(order))))
