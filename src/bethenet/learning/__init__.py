@@ -9,7 +9,7 @@
 <TrainingStatus.COMPLETED: 'completed'>
 """
 
-from bethenet.learning.amortized import ByNetwork, InferenceNetwork
+from bethenet.learning.amortized import BeliefPredictor, ByNetwork
 from bethenet.learning.evaluators import HeldOutLikelihood, negative_log_likelihood
 from bethenet.learning.likelihood import Likelihood
 from bethenet.learning.objective import Batch, Objective, Update
@@ -17,16 +17,18 @@ from bethenet.learning.optimization import Averaging, OptimizerOptions, Schedule
 from bethenet.learning.options import TrainerOptions
 from bethenet.learning.partition import ByEngine, LogPartition
 from bethenet.learning.pseudo_likelihood import PseudoLikelihood
+from bethenet.learning.refinement import EngineRefinement
 from bethenet.learning.result import TrainingResult, TrainingStatus
 from bethenet.learning.trainer import Trainer
 
 __all__ = [
     "Averaging",
     "Batch",
+    "BeliefPredictor",
     "ByEngine",
     "ByNetwork",
+    "EngineRefinement",
     "HeldOutLikelihood",
-    "InferenceNetwork",
     "Likelihood",
     "LogPartition",
     "Objective",

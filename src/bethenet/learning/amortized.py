@@ -27,7 +27,7 @@ from bethenet.numerics import times_log
 from bethenet.potentials import LogPotentials
 
 
-class InferenceNetwork(Protocol):
+class BeliefPredictor(Protocol):
     """What an inference network must be; an ``nn.Module`` with these methods."""
 
     def __call__(self, potentials: LogPotentials, inputs: Any = None, /) -> Beliefs:
@@ -62,7 +62,7 @@ class ByNetwork(LogPartition):
     """log Z by an inference network.
 
     Args:
-        network: an `InferenceNetwork`.
+        network: an `BeliefPredictor`.
         steps: gradient steps of the network before each of the model: I1 of Algorithm 1 (I2 on the clamped side).
         refine: improves the network's beliefs before the model uses them.
         learn_from: what the network descends on: the ``"free energy"`` (plus penalty) as in the paper, or the
@@ -73,7 +73,7 @@ class ByNetwork(LogPartition):
 
     def __init__(
         self,
-        network: InferenceNetwork,
+        network: BeliefPredictor,
         *,
         steps: int = 1,
         refine: Refinement | None = None,

@@ -29,11 +29,14 @@ def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], state: Mapping[st
     content = save(plain, {"format": str(FORMAT), "state": json.dumps(state)})
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     _sync_directory(path.parent)
 
 

@@ -42,10 +42,12 @@ class Estimate:
 class LogPartition(nn.Module, ABC):
     """Estimates log Z of whatever potentials it is given."""
 
-    steps: int = 0
-    """Gradient steps on its own parameters before each step of the model: I1 or I2 of Algorithm 1."""
-    network: nn.Module | None = None
-    """What those steps move."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        """Gradient steps on its own parameters before each step of the model: I1 or I2 of Algorithm 1."""
+        self.network: nn.Module | None = None
+        """What those steps move."""
 
     @abstractmethod
     def estimate(

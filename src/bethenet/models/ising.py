@@ -111,4 +111,4 @@ def _parameter(name: str, values: Tensor | None, size: int, other: Tensor | None
         return nn.Parameter(torch.zeros(models, size, dtype=dtype))
     if values.dim() not in (1, 2) or values.shape[-1] != size:
         raise ValueError(f"{name}: expected shape [{size}] or [models, {size}], got {list(values.shape)}")
-    return nn.Parameter(values.detach().clone().reshape(-1, size))
+    return nn.Parameter(torch.atleast_2d(values.detach().clone()))

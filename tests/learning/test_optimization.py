@@ -1,0 +1,77 @@
+import pytest
+import torch
+
+from bethenet.learning import Averaging, OptimizerOptions, Schedule
+from bethenet.learning.optimization import PartOptimizer, WeightAverage
+
+
+def test_schedules():
+    constant, linear = Schedule(warmup=4), Schedule("linear", final=0.2)
+    assert [constant.factor(step, None) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert [linear.factor(step, 4) for step in range(6)] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0.2])
+    cosine = Schedule("cosine", warmup=2)
+    assert [cosine.factor(step, 6) for step in range(7)] == pytest.approx(
+        [0.5, 1, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5, 0], abs=1e-12
+    )
+
+
+def test_the_learning_rate_follows_the_schedule():
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    optimizer = PartOptimizer([parameter], OptimizerOptions("sgd", 1.0, Schedule("linear")))
+    positions = []
+    for step in range(4):
+        optimizer.step([torch.tensor(-1.0)], step, 4)
+        positions.append(float(parameter.detach()))
+    assert positions == pytest.approx([1, 1.75, 2.25, 2.5])
+    assert parameter.grad is None
+
+
+@pytest.mark.parametrize("algorithm", ["adam", "adamw", "sgd", "rmsprop"])
+def test_moments_survive_saving(algorithm):
+    def run(restart):
+        parameter = torch.nn.Parameter(torch.ones(3))
+        options = OptimizerOptions(algorithm, 0.1, momentum=0.9)
+        optimizer = PartOptimizer([parameter], options)
+        for step in range(6):
+            if step == restart:
+                tensors = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+                optimizer = PartOptimizer([parameter], options)
+                optimizer.load(tensors)
+            optimizer.step([parameter.detach() * (step + 1)], step, None)
+        return parameter
+
+    assert torch.equal(run(None), run(3))
+
+
+def test_a_part_without_parameters():
+    optimizer = PartOptimizer([], OptimizerOptions())
+    optimizer.step([], 0, None)
+    optimizer.load(optimizer.tensors())
+
+
+def test_an_average_is_taken_off_again():
+    weight = torch.nn.Parameter(torch.tensor([1.0]))
+    average = WeightAverage([weight], Averaging("tail"))
+    for step, value in enumerate([2.0, 4.0, 6.0]):
+        weight.data.fill_(value)
+        average.update(step)
+    with average.applied():
+        assert weight.item() == pytest.approx(4.0)
+    assert weight.item() == 6.0
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Schedule("exponential"), "kind: expected"),
+        (lambda: Schedule(warmup=-1), "warmup: expected"),
+        (lambda: OptimizerOptions("lion"), "algorithm: expected"),
+        (lambda: OptimizerOptions(learning_rate=0.0), "learning_rate: expected"),
+        (lambda: OptimizerOptions(clip_norm=-1.0), "clip_norm: expected"),
+        (lambda: Averaging("ema"), "kind: expected"),
+        (lambda: Averaging(decay=1.0), "decay: expected"),
+    ],
+)
+def test_wrong_options_are_named(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
