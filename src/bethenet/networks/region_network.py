@@ -67,13 +67,13 @@ class Round(nn.Module):
         """The messages after one round."""
         reduced = Reductions(state.gather(fields, regions, wiring, self.scale))
         down = [
-            self.down(reduced.read(edge) - up, old)
-            for edge, up, old in zip(wiring.edges, state.up, state.down, strict=True)
+            self.down(torch.cat([reduced.read(kind) for kind in receiver.kinds], dim=1) - up, old)
+            for receiver, up, old in zip(wiring.receivers, state.up, state.down, strict=True)
         ]
         features = Messages(down, state.up).gather(fields, regions, wiring, self.scale)
         up = [
-            self.up(features[edge.child_group][:, edge.children] - message, old)
-            for edge, message, old in zip(wiring.edges, down, state.up, strict=True)
+            self.up(features[receiver.group][:, receiver.children] - message, old)
+            for receiver, message, old in zip(wiring.receivers, down, state.up, strict=True)
         ]
         return Messages(down, up)
 
@@ -98,7 +98,7 @@ class Update(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """Down and up messages ``[batch, constraints, *child table, width]``, one tensor per kind of containment."""
+    """Down and up messages ``[batch, messages, *child table, width]``, one tensor per receiver."""
 
     down: list[Tensor]
     up: list[Tensor]
@@ -108,8 +108,8 @@ class Messages:
         """No message says anything yet."""
         batch = max((field.shape[0] for field in fields), default=1)
         blank = [
-            fields[0].new_zeros(batch, edge.children.numel(), *regions.groups[edge.child_group].table_shape, width)
-            for edge in wiring.edges
+            fields[0].new_zeros(batch, receiver.children.numel(), *regions.groups[receiver.group].table_shape, width)
+            for receiver in wiring.receivers
         ]
         return cls(blank, blank)
 
@@ -117,15 +117,16 @@ class Messages:
         """The features ``[batch, regions, *table, width]`` of every region, its log-potentials times ``scale``."""
         batch = max((field.shape[0] for field in fields), default=1)
         totals = [(field.unsqueeze(-1) * scale).expand(batch, *field.shape[1:], -1) for field in fields]
-        for edge, down, up in zip(wiring.edges, self.down, self.up, strict=True):
-            totals[edge.child_group] = totals[edge.child_group].index_add(1, edge.children, down)
-            raised = spread(up, edge.axes, len(regions.groups[edge.parent_group].table_shape))
-            whole = totals[edge.parent_group]
-            if edge.covers_parents:
-                totals[edge.parent_group] = whole + raised
-            else:
-                raised = raised.expand(-1, -1, *whole.shape[2:-1], -1)
-                totals[edge.parent_group] = whole.index_add(1, edge.parents, raised)
+        for receiver, down, up in zip(wiring.receivers, self.down, self.up, strict=True):
+            totals[receiver.group] = totals[receiver.group].index_add(1, receiver.children, down)
+            for kind, sent in zip(receiver.kinds, receiver.split(up), strict=True):
+                whole = totals[kind.parent_group]
+                raised = spread(sent, kind.axes, whole.dim() - 3)
+                if kind.covers_parents:
+                    totals[kind.parent_group] = whole + raised
+                else:
+                    raised = raised.expand(-1, -1, *whole.shape[2:-1], -1)
+                    totals[kind.parent_group] = whole.index_add(1, kind.parents, raised)
         for number, divisor in enumerate(wiring.divisors):
             if divisor is not None:
                 shape = (-1, *[1] * (totals[number].dim() - 2))

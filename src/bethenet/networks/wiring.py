@@ -14,18 +14,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from bethenet.regions import Containment, RegionGraph
 
 
 @dataclass(frozen=True, eq=False)
-class Wiring:
-    """Containments of inner regions in outermost ones, and the inner regions' divisors."""
+class Receiver:
+    """One group of inner regions and the messages that it exchanges, of all kinds of containment in one row."""
 
-    edges: tuple[Containment, ...]
-    """Smaller children last."""
+    group: int
+    children: Int[Tensor, " messages"]
+    kinds: tuple[Containment, ...]
+
+    def split(self, messages: Tensor) -> tuple[Tensor, ...]:
+        """Messages ``[batch, messages, ...]`` by kind."""
+        return messages.split([kind.children.numel() for kind in self.kinds], dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Wiring:
+    """Who exchanges messages, and the inner regions' divisors."""
+
+    receivers: tuple[Receiver, ...]
+    """Smaller tables last."""
     divisors: tuple[Float[Tensor, " regions"] | None, ...]
     """Per region group ``c_r + n_r``; ``None`` where it is 1 throughout."""
 
@@ -63,9 +76,14 @@ def _compile(regions: RegionGraph) -> Wiring:
             size = len(regions.groups[parent])
             whole = parents.numel() == size and bool((parents == torch.arange(size, device=parents.device)).all())
             edges.append(Containment(parent, child, parents, children, axes, covers_parents=whole))
-    edges.sort(key=lambda edge: -len(edge.axes))
+    receivers = []
+    for child in sorted(
+        {edge.child_group for edge in edges}, key=lambda child: -len(regions.groups[child].table_shape)
+    ):
+        kinds = tuple(edge for edge in edges if edge.child_group == child)
+        receivers.append(Receiver(child, torch.cat([kind.children for kind in kinds]), kinds))
     return Wiring(
-        tuple(edges),
+        tuple(receivers),
         tuple(
             None if bool(((value == 1) | ~inner).all()) else torch.where(inner & (value > 0), value, 1.0)
             for value, inner in zip(divisors, has_parent, strict=True)
