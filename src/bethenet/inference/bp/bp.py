@@ -14,7 +14,8 @@ from bethenet.free_energy import free_energy
 from bethenet.inference.bp.kernels import Mode
 from bethenet.inference.bp.levels import compile_sweep
 from bethenet.inference.bp.message_passing import MessagePassing, MessageState
-from bethenet.inference.bp.problem import Problem, prepare
+from bethenet.inference.bp.prepare import prepare
+from bethenet.inference.bp.problem import Problem
 from bethenet.inference.bp.sweeps import decode
 from bethenet.potentials import LogPotentials
 

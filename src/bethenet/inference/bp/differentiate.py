@@ -55,9 +55,8 @@ def run_differentiably(
 
 def _at_fixed_point(engine: MessagePassing, recorded: Problem, constant: Problem, state: MessageState) -> MessageState:
     """One more iteration m = f(m*, theta), whose backward pass solves (1 - df/dm)^T x = g at the fixed point m*."""
-    # every member's last damping, no longer adapted; a step that renews only some messages has no derivative to speak of
-    schedule = "sweep" if engine.schedule == "sweep" else "flooding"
-    engine = replace(engine, schedule=schedule)
+    # every member's last damping, no longer adapted; and no step that renews only some of the messages
+    engine = engine if engine.schedule == "sweep" else replace(engine, schedule="flooding")
     frozen = state._replace(age=torch.full_like(state.age, -(2**31)))
     shapes = [part.shape for part in state.messages]
 
@@ -69,8 +68,8 @@ def _at_fixed_point(engine: MessagePassing, recorded: Problem, constant: Problem
     point = _flat(state).detach().requires_grad_()
     again = step(constant, point)
 
-    def adjoint(gradient: Tensor) -> Tensor:
-        return _solve_adjoint(again, point, gradient)
+    def adjoint(gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else _solve_adjoint(again, point, gradient)
 
     result = step(recorded, point.detach())
     if result.requires_grad:
@@ -80,19 +79,19 @@ def _at_fixed_point(engine: MessagePassing, recorded: Problem, constant: Problem
 
 
 def _solve_adjoint(image: Tensor, point: Tensor, gradient: Tensor) -> Tensor:
-    """x = gradient + (d image / d point)^T x, by iteration: it contracts where message passing does."""
+    """Solve x = gradient + (d image / d point)^T x, by iteration: it contracts where message passing does."""
     if not image.requires_grad:
         return gradient
     scale = torch.finfo(gradient.dtype).eps * (1 + gradient.abs().max())
     solution = gradient
     for _ in range(ADJOINT_ITERATIONS):
-        (back,) = torch.autograd.grad(image, point, solution, retain_graph=True, allow_unused=True)
-        following = gradient if back is None else gradient + back
+        (back,) = torch.autograd.grad(image, point, solution, retain_graph=True)
+        following = gradient + back
         change = (following - solution).abs().max()
         solution = following
         if bool(change <= 4 * scale):
             return solution
-    _log.warning("the implicit gradient did not settle: the last change was %g", float(change))
+    _log.warning("the implicit gradient did not settle in %d iterations", ADJOINT_ITERATIONS)
     return solution
 
 

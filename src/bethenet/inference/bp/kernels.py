@@ -28,8 +28,10 @@ BLOCK_ENTRIES = 2**22
 class Kernel(Protocol):
     """The factors of one group, ready to turn incoming messages into outgoing ones."""
 
-    log_table: Float[Tensor, "factors batch *table"]
-    """What the factors' beliefs are made of, together with the incoming messages."""
+    @property
+    def log_table(self) -> Float[Tensor, "factors batch *table"]:
+        """What the factors' beliefs are made of, together with the incoming messages."""
+        ...
 
     def message(self, incoming: Sequence[Tensor | None], axis: int, rows: Tensor | None) -> Tensor:
         """The messages ``[members, batch, width]`` to the variables on ``axis``, not normalised.
@@ -50,8 +52,8 @@ class Kernel(Protocol):
 class CouplingKernel:
     """Binary pairwise factors reduced to their coupling J: table ``J s t`` with s, t = -1, 1, fields taken out.
 
-    In log-odds the message is ``2 atanh(tanh(J) tanh(c / 2))``, computed as ``softplus(c + 2J) - softplus(c - 2J) - 2J``:
-    right for any size of J and c, where the hyperbolic form saturates.
+    In log-odds the message is ``2 atanh(tanh(J) tanh(c / 2))``. It is computed as
+    ``softplus(c + 2J) - softplus(c - 2J) - 2J``: right for any size of J and c, where the hyperbolic form saturates.
     """
 
     coupling: Float[Tensor, "factors batch 1"]

@@ -146,7 +146,13 @@ def _compile(graph: FactorGraph, order: Sequence[int] | None) -> Sweep:
 
 
 def _distribute(
-    sendings: list[list[Sending]], graph: FactorGraph, wiring: Wiring, number: int, axis: int, chosen: np.ndarray, own: np.ndarray
+    sendings: list[list[Sending]],
+    graph: FactorGraph,
+    wiring: Wiring,
+    number: int,
+    axis: int,
+    chosen: np.ndarray,
+    own: np.ndarray,
 ) -> None:
     """Add the messages of the chosen factors to one axis to the levels they belong to."""
     group = graph.factor_groups[number]

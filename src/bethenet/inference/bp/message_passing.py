@@ -13,7 +13,8 @@ from torch import Tensor
 from bethenet.beliefs import Beliefs
 from bethenet.inference.bp.kernels import Mode
 from bethenet.inference.bp.levels import compile_sweep
-from bethenet.inference.bp.problem import Messages, Problem, Weights, message_width, prepare
+from bethenet.inference.bp.prepare import prepare
+from bethenet.inference.bp.problem import Messages, Problem, Weights, message_width
 from bethenet.inference.bp.schedules import flood, flood_worst
 from bethenet.inference.bp.sweeps import sweep
 from bethenet.inference.engine import IterativeEngine
@@ -65,7 +66,7 @@ class MessagePassing(IterativeEngine):
     gradient: Gradient = "envelope"
     """How results depend on the log-potentials. ``envelope``: the gradient of log Z is the beliefs, and the beliefs are
     constants. ``unrolled``: through every iteration. ``truncated``: through the last ``truncate_at`` of them.
-    ``implicit``: that of the fixed point, whichever way it was reached. The last three differentiate the beliefs too."""
+    ``implicit``: that of the fixed point, however it was reached. The last three differentiate the beliefs too."""
     truncate_at: int = 5
 
     STRETCH: ClassVar[int] = 24

@@ -21,10 +21,9 @@ from torch import Tensor
 from bethenet.beliefs import Beliefs
 from bethenet.errors import ImpossibleEvidenceError
 from bethenet.graph import FactorGraph
-from bethenet.inference.bp.kernels import CouplingKernel, Kernel, Mode, TableKernel, pack, spread, unpack
-from bethenet.inference.bp.wiring import NodeLayout, Wiring, compile_wiring
+from bethenet.inference.bp.kernels import Kernel, Mode, pack, spread, unpack
+from bethenet.inference.bp.wiring import NodeLayout, Wiring
 from bethenet.numerics import log_normalize
-from bethenet.potentials import LogPotentials
 from bethenet.regions import RegionGraph
 
 Messages = list[Tensor]
@@ -67,6 +66,8 @@ class Problem:
     """Whether messages can hold ``-inf``."""
     has_impossible_states: bool
     """Whether fields can."""
+    constant: Float[Tensor, " batch"]
+    """What kernels and fields leave out of the model's log-potentials."""
     rounding: Float[Tensor, ""]
     """The change of a message that rounding alone can cause."""
 
@@ -83,14 +84,15 @@ class Problem:
     def __getitem__(self, members: Tensor) -> Problem:
         """The problem of some members of the batch."""
 
-        def cut(tensor: Tensor | None) -> Tensor | None:
-            return tensor if tensor is None or tensor.shape[1] == 1 else tensor[:, members]
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor if tensor.shape[1] == 1 else tensor[:, members]
 
         return replace(
             self,
             kernels=tuple(None if kernel is None else kernel.select(members) for kernel in self.kernels),
             fields=tuple(cut(field) for field in self.fields),
-            couplings=tuple(cut(coupling) for coupling in self.couplings),
+            couplings=tuple(None if part is None else cut(part) for part in self.couplings),
+            constant=self.constant[members],
             batch_size=members.numel(),
         )
 
@@ -99,7 +101,9 @@ class Problem:
     def uniform(self) -> Messages:
         """Messages that say nothing."""
         return [
-            torch.zeros(layout.num_slots, self.batch_size, message_width(layout.states), dtype=self.dtype, device=self.device)
+            torch.zeros(
+                layout.num_slots, self.batch_size, message_width(layout.states), dtype=self.dtype, device=self.device
+            )
             for layout in self.wiring.layouts
         ]
 
@@ -185,7 +189,9 @@ class Problem:
             kernel = self.kernels[number]
             if kernel is None:
                 one = torch.zeros(self.batch_size, len(group), dtype=self.dtype, device=self.device)
-                factors.append(nodes[group.variable_groups[0]].index_select(1, group.rows[:, 0]) if group.arity else one)
+                factors.append(
+                    nodes[group.variable_groups[0]].index_select(1, group.rows[:, 0]) if group.arity else one
+                )
                 continue
             logits = kernel.log_table
             for axis, slots in enumerate(self.wiring.slots[number]):
@@ -207,60 +213,6 @@ class Problem:
             for table in tables:
                 refuse_impossible((table == -math.inf).flatten(2).all(-1).any(-1) if table.dim() > 2 else None)
         return Beliefs(regions, tables)
-
-
-def prepare(
-    potentials: LogPotentials, mode: Mode = "sum", weights: Weights | None = None, *, certain: bool = False
-) -> Problem:
-    """Everything about a model that stays the same from one iteration to the next.
-
-    Args:
-        potentials: the model.
-        mode: whether factors sum or maximise.
-        weights: for each factor group the factors' weights; all 1 if not given.
-        certain: be ready for variables whose state is fixed, even if the model fixes none.
-    """
-    graph = potentials.graph
-    wiring = graph.compiled(compile_wiring)
-    hard = potentials.has_zeros and any(
-        bool((table == -math.inf).any()) for table in potentials.tables if table.dim() >= 4
-    )
-    fields = [term.transpose(0, 1) for term in potentials.node_terms]
-    kernels: list[Kernel | None] = []
-    for number, group in enumerate(graph.factor_groups):
-        table = potentials.tables[number].transpose(0, 1)
-        if group.arity < 2:
-            kernels.append(None)
-            if group.arity == 1:
-                reader = group.variable_groups[0]
-                fields[reader] = _add_rows(fields[reader], group.rows[:, 0], table, graph.variable_groups[reader].variables)
-            continue
-        share = None if weights is None else weights[number].to(table)
-        if group.table_shape == (2, 2) and not hard:
-            coupling, coupling_fields = _reduce(table)
-            for axis, part in enumerate(coupling_fields):
-                reader = group.variable_groups[axis]
-                fields[reader] = _add_rows(fields[reader], group.rows[:, axis], part, graph.variable_groups[reader].variables)
-            scaled = coupling if share is None else coupling / share.reshape(-1, 1, 1)
-            kernels.append(CouplingKernel(scaled, mode, certain or potentials.has_zeros))
-            continue
-        scaled = table if share is None else table / share.reshape(-1, *([1] * (group.arity + 1)))
-        widths = tuple(states if hard else message_width(states) for states in group.table_shape)
-        kernels.append(TableKernel.build(scaled, widths, mode))
-    return Problem(
-        graph=graph,
-        wiring=wiring,
-        kernels=tuple(kernels),
-        fields=tuple(_packed_fields(fields, wiring, hard, potentials.has_zeros)),
-        weights=None if weights is None else tuple(w.to(potentials.dtype).reshape(-1, 1, 1) for w in weights),
-        slot_weights=None if weights is None else tuple(_slot_weights(wiring, weights, potentials.dtype)),
-        couplings=tuple(_slot_couplings(wiring, kernels)),
-        batch_size=potentials.batch_size,
-        mode=mode,
-        has_impossible_tables=hard,
-        has_impossible_states=potentials.has_zeros,
-        rounding=_rounding(potentials),
-    )
 
 
 def message_width(states: int) -> int:
@@ -293,65 +245,3 @@ def _node_sum(field: Tensor, messages: Tensor, layout: NodeLayout) -> Tensor:
         pieces.append(messages[bucket.slots].unflatten(0, shape).sum(0))
     summed = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else messages
     return summed + field
-
-
-def _add_rows(field: Tensor, rows: Tensor, values: Tensor, variables: Tensor) -> Tensor:
-    """``field`` [nodes | 1, batch | 1, states] with ``values`` [members | 1, batch | 1, states] added at ``rows``."""
-    nodes, batch = variables.numel(), max(field.shape[1], values.shape[1])
-    field = field.expand(nodes, batch, field.shape[2])
-    return field.index_add(0, rows, values.expand(rows.numel(), batch, values.shape[2]))
-
-
-def _reduce(table: Float[Tensor, "factors batch 2 2"]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """A 2 x 2 log-table as ``J s t + a s + b t + constant``: ``2 J``, and the two fields as log-terms."""
-    t00, t01, t10, t11 = table.flatten(2).unbind(-1)
-    coupling = (t00 - t01 - t10 + t11) / 2
-    first, second = (t10 + t11 - t00 - t01) / 4, (t01 + t11 - t00 - t10) / 4
-    return coupling.unsqueeze(-1), (torch.stack([-first, first], -1), torch.stack([-second, second], -1))
-
-
-def _packed_fields(fields: list[Tensor], wiring: Wiring, hard: bool, has_zeros: bool) -> list[Tensor]:
-    result = []
-    for field, layout in zip(fields, wiring.layouts, strict=True):
-        if has_zeros:
-            refuse_impossible((field == -math.inf).all(-1).any(0).expand(field.shape[1]))
-        if layout.states == 2 and not hard:
-            field = pack(field)
-        result.append(field if field.shape[0] == 1 else field.index_select(0, layout.rows))
-    return result
-
-
-def _slot_weights(wiring: Wiring, weights: Weights, dtype: torch.dtype) -> list[Tensor]:
-    result = []
-    for layout, edges in zip(wiring.layouts, wiring.edges, strict=True):
-        pieces = [weights[group].to(dtype) for group, _ in edges]
-        padding = torch.ones(1, dtype=dtype, device=layout.rows.device)
-        result.append(torch.cat([*pieces, padding]).index_select(0, layout.edge_of_slot).reshape(-1, 1, 1))
-    return result
-
-
-def _slot_couplings(wiring: Wiring, kernels: Sequence[Kernel | None]) -> list[Tensor | None]:
-    result: list[Tensor | None] = []
-    for layout, edges, reverse in zip(wiring.layouts, wiring.edges, wiring.reverse, strict=True):
-        kernel = kernels[edges[0][0]] if reverse is not None else None
-        if not isinstance(kernel, CouplingKernel):
-            result.append(None)
-            continue
-        coupling, factors = kernel.coupling, wiring.slots[edges[0][0]][0].numel()
-        if coupling.shape[0] == 1 and layout.num_slots > 2 * factors:
-            coupling = coupling.expand(factors, *coupling.shape[1:])
-        if coupling.shape[0] > 1:
-            padding = torch.zeros_like(coupling[:1])
-            coupling = torch.cat([coupling, coupling, padding]).index_select(0, layout.edge_of_slot)
-        result.append(coupling)
-    return result
-
-
-def _rounding(potentials: LogPotentials) -> Tensor:
-    """A message's log-ratios are no larger than the widest log-table, so this bounds what rounding does to them."""
-    widest = torch.ones((), dtype=potentials.dtype, device=potentials.device)
-    for table in potentials.tables:
-        if table.dim() >= 4 and table.numel():
-            finite = table.detach().masked_fill(table == -math.inf, 0.0)
-            widest = torch.maximum(widest, finite.abs().amax())
-    return 8 * torch.finfo(potentials.dtype).eps * widest

@@ -86,9 +86,9 @@ def _blocks(problem: Problem, group: int, cavities: Tensor, sent: dict[tuple[int
         pieces = [sent[edge] for edge in problem.wiring.edges[group]]
         yield slice(None), torch.cat([*pieces, torch.zeros_like(pieces[0][:1])]).index_select(0, layout.edge_of_slot)
         return
-    reverse = problem.wiring.reverse[group]
-    kernel = problem.kernels[problem.wiring.edges[group][0][0]]
-    assert reverse is not None and isinstance(kernel, CouplingKernel)
+    reverse, kernel = problem.wiring.reverse[group], problem.kernels[problem.wiring.edges[group][0][0]]
+    if reverse is None or not isinstance(kernel, CouplingKernel):
+        raise TypeError("couplings by slot need pairwise factors that are couplings")
     recorded = torch.is_grad_enabled() and cavities.requires_grad
     size = layout.num_slots if recorded or cavities.is_cuda else max(1, BLOCK_ENTRIES // cavities.shape[1])
     for first in range(0, layout.num_slots, size):

@@ -26,9 +26,7 @@ def sweep(
     return messages, torch.maximum(worst, change)
 
 
-def _pass(
-    problem: Problem, messages: Messages, damping: Damping, levels: Iterable[Level]
-) -> tuple[Messages, Tensor]:
+def _pass(problem: Problem, messages: Messages, damping: Damping, levels: Iterable[Level]) -> tuple[Messages, Tensor]:
     sums = problem.sums(messages)
     messages = list(messages)
     if not torch.is_grad_enabled():
@@ -78,9 +76,7 @@ def _replaced(sums: Sums, nodes: Tensor, old: Tensor, new: Tensor) -> Sums:
     if sums.zeros is None:
         return Sums(_add(sums.finite, nodes, new - old), None)
     (old_finite, old_zeros), (new_finite, new_zeros) = split(old), split(new)
-    return Sums(
-        _add(sums.finite, nodes, new_finite - old_finite), _add(sums.zeros, nodes, new_zeros - old_zeros)
-    )
+    return Sums(_add(sums.finite, nodes, new_finite - old_finite), _add(sums.zeros, nodes, new_zeros - old_zeros))
 
 
 def _add(values: Tensor, rows: Tensor, terms: Tensor) -> Tensor:

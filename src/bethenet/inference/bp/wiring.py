@@ -136,7 +136,9 @@ def _lay_out(
     first_node = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     first_slot = np.concatenate([[0], np.cumsum(widths * counts)]).astype(np.int64)
     buckets = tuple(
-        Bucket(int(w), slice(int(first_node[b]), int(first_node[b + 1])), slice(int(first_slot[b]), int(first_slot[b + 1])))
+        Bucket(
+            int(w), slice(int(first_node[b]), int(first_node[b + 1])), slice(int(first_slot[b]), int(first_slot[b + 1]))
+        )
         for b, w in enumerate(widths)
     )
     bucket = np.searchsorted(widths, width)
