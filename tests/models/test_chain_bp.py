@@ -144,6 +144,18 @@ def test_first_order_with_impossible_pairs_in_float64_is_exact():
     torch.testing.assert_close(found.log_z, exact, atol=1e-10, rtol=0)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_impossible_chain_leaves_the_others_alone(schedule):
+    transitions, _ = random_tables("pairwise", 2, 3)
+    unary = random_unary(2, 5, 3).detach()
+    alone = ChainBeliefPropagation(schedule).run(unary[1:], transitions)
+    unary[0, 2] = -math.inf
+    found = ChainBeliefPropagation(schedule).run(unary, transitions)
+    assert found.log_z[0] == -math.inf
+    torch.testing.assert_close(found.log_z[1:], alone.log_z, atol=1e-13, rtol=0)
+    assert torch.isfinite(torch.autograd.grad(found.log_z[1], transitions)[0]).all()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

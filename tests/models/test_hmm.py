@@ -28,7 +28,7 @@ def test_transitions_are_the_papers_formula():
     table = model.transitions()
     lag, source, target = 1, 2, 0
     inputs = torch.cat([model.lag_embeddings[lag], model.state_embeddings[source]])
-    first, _, _, last = model.pair_transform.layers
+    first, last = model.pair_transform.first, model.pair_transform.rest[-1]
     residual = inputs + last.weight @ torch.relu(first.weight @ inputs + first.bias) + last.bias
     normed = (residual - residual.mean()) / (residual.var(unbiased=False) + model.pair_transform.norm.eps).sqrt()
     torch.testing.assert_close(table[lag, source, target], model.target_embeddings[target] @ normed)

@@ -146,7 +146,13 @@ class _Passing:
         self.order = transitions.shape[0]
         if transitions.shape[1:] != (states, states):
             raise ValueError(f"transitions: expected shape [order, {states}, {states}], got {list(transitions.shape)}")
-        self.unary = unary.transpose(0, 1).contiguous()
+        step = torch.arange(self.steps, device=unary.device)
+        real = torch.ones_like(step).unsqueeze(1) if lengths is None else step.unsqueeze(1) < lengths
+        self.real = real.unsqueeze(2).to(unary.dtype)
+        # where every state is impossible there is nothing to pass on: such a chain's log Z is put right at the end
+        hopeless = (unary.amax(2) == -math.inf) & self.real.squeeze(2).T.bool()
+        self.unary = unary.masked_fill(hopeless.unsqueeze(2), 0.0).transpose(0, 1).contiguous()
+        self.impossible = hopeless.any(1)
         tables = transitions.flip(0)
         self.maxima = tables.amax((1, 2))
         self.tables = (tables - self.maxima.reshape(-1, 1, 1)).exp()
@@ -156,14 +162,11 @@ class _Passing:
         elif messages.forward.shape != shape:
             raise ValueError(f"messages: expected shape {list(shape)}, got {list(messages.forward.shape)}")
         self.forward, self.backward = messages.forward.clone(), messages.backward.clone()
-        step = torch.arange(self.steps, device=unary.device)
         lag = torch.arange(self.order, 0, -1, device=unary.device)
         ends = step + lag.unsqueeze(1)
         self.partners = ends.clamp(max=self.steps - 1)
         inside = ends.unsqueeze(2) < self.steps if lengths is None else ends.unsqueeze(2) < lengths
         self.edge_real = inside.unsqueeze(3).to(unary.dtype)
-        real = torch.ones_like(step).unsqueeze(1) if lengths is None else step.unsqueeze(1) < lengths
-        self.real = real.unsqueeze(2).to(unary.dtype)
         self.masked = lengths is not None
 
     def _pass(self, cavities: Tensor, tables: Tensor, old: Tensor) -> Tensor:
@@ -243,7 +246,7 @@ class _Passing:
         counting = 1 - beginning - ending
         nodes = counting * negative_entropy_terms(node_log_marginals)
         nodes = (nodes - times_log(node_log_marginals.exp(), self.unary)) * self.real
-        value = -edges.sum((0, 1)) - nodes.sum((0, 2))
+        value = (-edges.sum((0, 1)) - nodes.sum((0, 2))).masked_fill(self.impossible, -math.inf)
         return EdgeFactors(earlier * share, self.tables, later), value
 
 

@@ -35,13 +35,9 @@ class DirectedHMM(HiddenChain):
 
         Rows with a start symbol after a state are there and never read.
         """
-        order, states = self.options.order, self.options.states
         symbols = torch.cat([self.state_embeddings, self.start_embedding])
-        axis = torch.arange(states + 1, device=symbols.device)
-        histories = torch.cartesian_prod(*[axis] * order).reshape(-1, order)
-        inputs = symbols[histories].flatten(1)
-        logits = self.history_transform(inputs) @ self.next_states.T
-        return functional.log_softmax(logits, 1).reshape(*[states + 1] * order, states)
+        histories = self.history_transform.of_tuples(symbols, self.options.order)
+        return functional.log_softmax(histories @ self.next_states.T, -1)
 
     def tables(self) -> ChainTables:
         """See `HiddenChain.tables`."""

@@ -31,12 +31,28 @@ class ResidualNorm(nn.Module):
 
     def __init__(self, size: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Dropout(dropout), nn.Linear(size, size))
+        self.first = nn.Linear(size, size)
+        self.rest = nn.Sequential(nn.ReLU(), nn.Dropout(dropout), nn.Linear(size, size))
         self.norm = nn.LayerNorm(size)
 
     def forward(self, values: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch size"]:
         """The same shape out."""
-        return self.norm(values + self.layers(values))
+        return self.norm(values + self.rest(self.first(values)))
+
+    def of_tuples(self, symbols: Float[Tensor, "symbols part"], arity: int) -> Float[Tensor, "*tuples size"]:
+        """The transformation of the concatenation of every ``arity`` symbols: ``[symbols] * arity + [size]``.
+
+        A linear layer of a concatenation is a sum of linear layers, so the first one is done for the symbols alone.
+        """
+        count, part = symbols.shape
+        blocks = self.first.weight.reshape(-1, arity, part)
+        hidden: Tensor = self.first.bias
+        values = []
+        for axis in range(arity):
+            shape = [1] * axis + [count] + [1] * (arity - axis - 1) + [-1]
+            hidden = hidden + (symbols @ blocks[:, axis].T).reshape(shape)
+            values.append(symbols.reshape(shape).expand(*[count] * arity, part))
+        return self.norm(torch.cat(values, -1) + self.rest(hidden))
 
 
 class Emissions(nn.Module):
