@@ -7,11 +7,11 @@ from bethenet.learning.optimization import PartOptimizer, WeightAverage
 
 def test_schedules():
     constant, linear = Schedule(warmup=4), Schedule("linear", final=0.2)
-    assert [constant.factor(step, None) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert [linear.factor(step, 4) for step in range(6)] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0.2])
-    cosine = Schedule("cosine", warmup=2)
-    assert [cosine.factor(step, 6) for step in range(7)] == pytest.approx(
-        [0.5, 1, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5, 0], abs=1e-12
+    assert [constant.factor(step, 0.0) for step in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert [linear.factor(step, step / 4) for step in range(6)] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0.2])
+    cosine = Schedule("cosine", warmup=1)
+    assert [cosine.factor(step, step / 4) for step in range(5)] == pytest.approx(
+        [0.5, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5, 0], abs=1e-12
     )
 
 
@@ -20,7 +20,7 @@ def test_the_learning_rate_follows_the_schedule():
     optimizer = PartOptimizer([parameter], OptimizerOptions("sgd", 1.0, Schedule("linear")))
     positions = []
     for step in range(4):
-        optimizer.step([torch.tensor(-1.0)], step, 4)
+        optimizer.step([torch.tensor(-1.0)], step, step / 4)
         positions.append(float(parameter.detach()))
     assert positions == pytest.approx([1, 1.75, 2.25, 2.5])
     assert parameter.grad is None
@@ -37,7 +37,7 @@ def test_moments_survive_saving(algorithm):
                 tensors = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
                 optimizer = PartOptimizer([parameter], options)
                 optimizer.load(tensors)
-            optimizer.step([parameter.detach() * (step + 1)], step, None)
+            optimizer.step([parameter.detach() * (step + 1)], step, 0.0)
         return parameter
 
     assert torch.equal(run(None), run(3))
@@ -45,7 +45,7 @@ def test_moments_survive_saving(algorithm):
 
 def test_a_part_without_parameters():
     optimizer = PartOptimizer([], OptimizerOptions())
-    optimizer.step([], 0, None)
+    optimizer.step([], 0, 0.0)
     optimizer.load(optimizer.tensors())
 
 

@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import pytest
@@ -88,10 +89,20 @@ def test_limits(limits, steps):
     assert result.status is TrainingStatus.COMPLETED
 
 
-def test_time_limit():
-    result = fit(Mean(), epochs=None, time_limit=0.05)
+def test_a_time_limit_ends_the_run_and_schedules_follow_the_clock():
+    class Downhill(Mean):
+        def updates(self, batch, generator=None):
+            yield Update(("model",), self.model.weight.sum())
+            places.append(float(self.model.weight.detach().sum()))
+
+    places = [0.0]
+    cosine = OptimizerOptions("sgd", 1.0, Schedule("cosine"))
+    result = fit(Downhill(), epochs=None, time_limit=0.3, optimizers={"model": cosine})
+    moves = [before - after for before, after in itertools.pairwise(places)]
     assert result.status is TrainingStatus.TIME_LIMIT
-    assert 0.05 <= result.seconds < 2
+    assert 0.3 <= result.seconds < 5
+    assert moves[0] == pytest.approx(3)
+    assert moves[-1] < 1.5
 
 
 def test_nothing_to_do():
@@ -125,8 +136,9 @@ def test_iterables_are_gone_through_each_epoch():
     with pytest.raises(ValueError, match="no minibatches"):
         fit(Mean(), iter(()), epochs=1)
     cosine = OptimizerOptions(schedule=Schedule("cosine"))
-    with pytest.raises(ValueError, match="needs to know the number of steps"):
+    with pytest.raises(ValueError, match=r"schedules of \['model'\] need an end"):
         fit(Tupled(), sentences, epochs=1, optimizers={"model": cosine})
+    fit(Tupled(), sentences, epochs=1, steps=10, optimizers={"model": cosine})
 
 
 def test_seeds_decide_the_order_and_nothing_global_does():

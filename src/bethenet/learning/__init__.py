@@ -10,13 +10,13 @@
 """
 
 from bethenet.learning.amortized import BeliefPredictor, ByNetwork
+from bethenet.learning.direct import DirectLikelihood, PseudoLikelihood
 from bethenet.learning.evaluators import HeldOutLikelihood, negative_log_likelihood
 from bethenet.learning.likelihood import Likelihood
 from bethenet.learning.objective import Batch, Objective, Update
 from bethenet.learning.optimization import Averaging, OptimizerOptions, Schedule
 from bethenet.learning.options import TrainerOptions
 from bethenet.learning.partition import ByEngine, LogPartition
-from bethenet.learning.pseudo_likelihood import PseudoLikelihood
 from bethenet.learning.refinement import EngineRefinement
 from bethenet.learning.result import TrainingResult, TrainingStatus
 from bethenet.learning.trainer import Trainer
@@ -27,6 +27,7 @@ __all__ = [
     "BeliefPredictor",
     "ByEngine",
     "ByNetwork",
+    "DirectLikelihood",
     "EngineRefinement",
     "HeldOutLikelihood",
     "Likelihood",

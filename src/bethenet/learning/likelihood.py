@@ -69,13 +69,11 @@ class Likelihood(Objective):
 
     def updates(self, batch: Batch, generator: torch.Generator | None = None) -> Iterator[Update]:
         """Algorithm 1 for one minibatch; with engines in place of networks, its last line alone."""
-        potentials = self.model.unclamped(batch.data)
+        potentials, given = self._potentials(batch)
         constant = potentials.detach()
         for _ in range(self.unclamped.steps):
             yield Update((NETWORK,), self.unclamped.loss(constant, batch, clamped=False))
-        given: LogPotentials | None = None
-        if self.clamped is not None:
-            given = self.model.clamped(batch.data)
+        if self.clamped is not None and given is not None:
             constant = given.detach()
             for _ in range(self.clamped.steps):
                 yield Update((self._clamped_part,), self.clamped.loss(constant, batch, clamped=True).mean(0))
@@ -85,9 +83,14 @@ class Likelihood(Objective):
 
     def evaluate(self, batch: Batch, generator: torch.Generator | None = None) -> Mapping[str, Tensor]:
         """The objective, and how inconsistent the beliefs behind it are."""
-        given = None if self.clamped is None else self.model.clamped(batch.data)
-        value, estimates = self._objective(self.model.unclamped(batch.data), given, batch, generator)
+        value, estimates = self._objective(*self._potentials(batch), batch, generator)
         return {"objective": value.mean(), **_diagnostics(estimates)}
+
+    def _potentials(self, batch: Batch) -> tuple[LogPotentials, LogPotentials | None]:
+        if self.clamped is None:
+            return self.model.unclamped(batch.data), None
+        both: tuple[LogPotentials, LogPotentials] = self.model.both(batch.data)
+        return both
 
     def _objective(
         self, potentials: LogPotentials, given: LogPotentials | None, batch: Batch, generator: torch.Generator | None

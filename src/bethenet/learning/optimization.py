@@ -15,12 +15,16 @@ from torch.nn.utils import clip_grad_norm_
 
 @dataclass(frozen=True)
 class Schedule:
-    """The factor on the learning rate, a function of the step alone."""
+    """The factor on the learning rate.
+
+    How much of a run is done goes by its steps; only if their number cannot be told beforehand (a time limit alone, or
+    epochs of unknown length) by the clock, and then the numbers depend on the machine.
+    """
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
-    """How it falls from 1 after the warm-up to ``final`` at the last step."""
+    """How it falls from 1 at the start to ``final`` at the end of the run."""
     warmup: int = 0
-    """Steps over which it first rises linearly to 1."""
+    """Steps over which a further factor first rises linearly to 1."""
     final: float = 0.0
     """Where it ends."""
 
@@ -30,17 +34,14 @@ class Schedule:
         if self.warmup < 0:
             raise ValueError(f"warmup: expected at least 0 steps, got {self.warmup}")
 
-    def factor(self, step: int, total: int | None) -> float:
-        """The factor at ``step`` (from 0) of ``total``."""
-        if step < self.warmup:
-            return (step + 1) / self.warmup
+    def factor(self, step: int, progress: float) -> float:
+        """The factor at ``step`` (from 0), when a share ``progress`` of the run is done."""
+        rise = min(1.0, (step + 1) / (self.warmup + 1))
         if self.kind == "constant":
-            return 1.0
-        if total is None:
-            raise ValueError(f"a {self.kind} schedule needs to know the number of steps: limit epochs or steps")
-        progress = min(1.0, (step - self.warmup) / max(1, total - self.warmup))
+            return rise
+        progress = min(1.0, progress)
         left = 1 - progress if self.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
-        return self.final + (1 - self.final) * left
+        return rise * (self.final + (1 - self.final) * left)
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,13 @@ class PartOptimizer:
         self.options = options
         self.optimizer = options.build(self.parameters) if self.parameters else None
 
-    def step(self, gradients: Sequence[Tensor | None], step: int, total: int | None) -> None:
-        """Move the parameters, the learning rate being that of training step ``step`` of ``total``."""
+    @property
+    def falls(self) -> bool:
+        """Whether the schedule must know how long the run is."""
+        return self.options.schedule.kind != "constant"
+
+    def step(self, gradients: Sequence[Tensor | None], step: int, progress: float) -> None:
+        """Move the parameters, the learning rate being that of training step ``step`` at ``progress`` (0 to 1)."""
         if self.optimizer is None:
             return
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
@@ -98,7 +104,7 @@ class PartOptimizer:
         if self.options.clip_norm is not None:
             clip_grad_norm_(self.parameters, self.options.clip_norm)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.options.learning_rate * self.options.schedule.factor(step, total)
+            group["lr"] = self.options.learning_rate * self.options.schedule.factor(step, progress)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 

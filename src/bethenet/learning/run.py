@@ -143,9 +143,21 @@ class Run:
             return
         if not update.loss.requires_grad:
             raise ValueError(f"the loss of {update.parts} does not depend on their parameters")
+        progress = self._progress()
         gradients = iter(torch.autograd.grad(update.loss.sum(), parameters, allow_unused=True))
         for optimizer in optimizers:
-            optimizer.step([next(gradients) for _ in optimizer.parameters], self.step, self.total)
+            optimizer.step([next(gradients) for _ in optimizer.parameters], self.step, progress)
+
+    def _progress(self) -> float:
+        """The share of the run that is done."""
+        if self.total is not None:
+            return self.step / max(1, self.total)
+        if self.options.time_limit is not None:
+            return self.seconds / self.options.time_limit
+        falling = [part for part, optimizer in self.optimizers.items() if optimizer.falls]
+        if falling:
+            raise ValueError(f"the schedules of {falling} need an end: limit steps or time, or the data's length")
+        return 0.0
 
     def _limit(self) -> TrainingStatus | None:
         options = self.options

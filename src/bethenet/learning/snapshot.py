@@ -65,6 +65,7 @@ def restore(run: Run, path: Path) -> int:
     if rest["settings"] != settings(run):
         raise ValueError(f"{path} was made with {rest['settings']}; the run to be resumed has {settings(run)}")
     run.objective.load_state_dict(below_prefix("objective", held))
+    run.objective.to(run.train.device)  # buffers that it had not yet made came as they were in the file
     for part, optimizer in run.optimizers.items():
         optimizer.load(below_prefix(f"optimizer.{part}", held))
     device = run.train.device

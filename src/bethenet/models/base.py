@@ -44,6 +44,10 @@ class Model(nn.Module, ABC):
         """The model of the latent variables given each sample: one batch member a sample."""
         return self.log_potentials(data)
 
+    def both(self, data: Any) -> tuple[LogPotentials, LogPotentials]:
+        """`unclamped` and `clamped` at once, for models whose potentials are dear or random (dropout): one draw for both."""
+        return self.unclamped(data), self.clamped(data)
+
     def score(self, data: Any) -> Float[Tensor, "samples models"]:
         """Log of the unnormalised probability of each sample (nats), latent variables summed out.
 

@@ -2,7 +2,7 @@ import torch
 
 from bethenet import FactorGraph
 from bethenet.inference.exact import Exact
-from bethenet.learning import Batch, PseudoLikelihood, Trainer, TrainerOptions
+from bethenet.learning import Batch, DirectLikelihood, PseudoLikelihood, Trainer, TrainerOptions
 from bethenet.learning.optimization import OptimizerOptions, Schedule
 from bethenet.models import IsingModel, TableModel
 
@@ -38,3 +38,23 @@ def test_it_recovers_a_model():
     Trainer(PseudoLikelihood(model), options).fit(data)
     assert (model.couplings - truth.couplings).abs().max() < 0.1
     assert (model.fields - truth.fields).abs().max() < 0.1
+
+
+class Coin(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.log_odds = torch.nn.Parameter(torch.zeros(()))
+
+    def log_likelihood(self, data):
+        return torch.nn.functional.logsigmoid(torch.where(data == 1, self.log_odds, -self.log_odds)).squeeze(1)
+
+
+def test_a_likelihood_of_the_models_own():
+    coin = Coin()
+    data = torch.tensor([[1], [1], [1], [0]])
+    options = TrainerOptions(epochs=200, batch_size=None, optimizers={"model": OptimizerOptions(learning_rate=0.1)})
+    result = Trainer(DirectLikelihood(coin), options).fit(data)
+    entropy = -(0.75 * torch.tensor(0.75).log() + 0.25 * torch.tensor(0.25).log())
+    assert abs(result.history[-1]["objective"] - float(entropy)) < 1e-4
+    flipped = DirectLikelihood(coin, lambda data: coin.log_likelihood(1 - data))
+    assert flipped.evaluate(Batch(data, 4))["objective"] > entropy
