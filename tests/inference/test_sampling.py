@@ -139,7 +139,7 @@ def test_sharing_changes_nothing(shared: str) -> None:
 def test_sweeping_in_parts_is_sweeping(monkeypatch: pytest.MonkeyPatch) -> None:
     potentials = mixed_model()
     sampler, random = GibbsSampler(potentials), generator(7)
-    monkeypatch.setattr("bethenet.inference.sampling.LARGEST_GATHER", 1000)
+    monkeypatch.setattr("bethenet.inference.sampling.CACHED_GATHER", 1000)
     start = sampler.start(3000, generator=random)
     before = start.clone()
     states = sampler.sweep(start, 20, generator=random)

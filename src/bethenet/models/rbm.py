@@ -39,7 +39,7 @@ class RBM(Model):
     >>> model.log_potentials().graph.num_factors
     34
     >>> model.score(torch.zeros(3, 6, dtype=torch.long)).shape
-    torch.Size([3])
+    torch.Size([3, 1])
     """
 
     def __init__(
@@ -143,19 +143,22 @@ class RBM(Model):
 
     # --- scores -----------------------------------------------------------------------------------------------------
 
-    def score(self, data: Tensor) -> Float[Tensor, " samples"]:
-        """``log sum_z exp(x^T W z + x^T b + z^T a)`` (nats) of each visible configuration ``[samples, visible]``."""
-        features = self.encode(data)
+    def score(self, data: Tensor) -> Float[Tensor, "samples 1"]:
+        """`visible_score` of visible states ``[samples, visible]``."""
+        return self.visible_score(self.encode(data)).unsqueeze(1)
+
+    def visible_score(self, features: Float[Tensor, "samples features"]) -> Float[Tensor, " samples"]:
+        """``log sum_z exp(x^T W z + x^T b + z^T a)`` (nats) of each visible configuration."""
         return features @ self.visible_bias + F.softplus(self.hidden_logits(features)).sum(-1)
 
     def hidden_score(self, hidden: Float[Tensor, "samples hidden"]) -> Float[Tensor, " samples"]:
         """``log sum_x exp(x^T W z + x^T b + z^T a)`` (nats) of each hidden configuration."""
         return hidden @ self.hidden_bias + self.visible_log_normalisers(self.visible_logits(hidden)).sum(-1)
 
-    def pseudo_log_likelihood(self, data: Tensor) -> Float[Tensor, " samples"]:
+    def pseudo_log_likelihood(self, data: Tensor) -> Float[Tensor, "samples 1"]:
         """Sum over visible units of ``log P(x_v | the other visible units)`` (nats), hidden units summed out."""
         chunk = max(1, CHUNK // (self.features * self.hidden))
-        return torch.cat([self._pseudo_log_likelihood(part) for part in data.split(chunk)])
+        return torch.cat([self._pseudo_log_likelihood(part) for part in data.split(chunk)]).unsqueeze(1)
 
     def _pseudo_log_likelihood(self, data: Tensor) -> Tensor:
         states, shape = self.visible_states - 1, (self.visible, self.visible_states - 1)
@@ -228,7 +231,11 @@ class RBM(Model):
 
     def _scores(self, numbers: Int[Tensor, " samples"]) -> Float[Tensor, " samples"]:
         states = self._configurations(numbers)
-        return self.hidden_score(states.to(self.weights.dtype)) if self._enumerates_hidden else self.score(states)
+        return (
+            self.hidden_score(states.to(self.weights.dtype))
+            if self._enumerates_hidden
+            else self.visible_score(self.encode(states))
+        )
 
     def _log_sum(self, numbers: Int[Tensor, " samples"]) -> Float[Tensor, ""]:
         return self._scores(numbers).logsumexp(0)

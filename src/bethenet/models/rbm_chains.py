@@ -8,6 +8,7 @@ here is differentiated.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -18,71 +19,101 @@ from torch import Tensor
 from bethenet.models.rbm import RBM
 
 
-class ChainState(NamedTuple):
-    """Where the chains of a model are after a move."""
+class Gradient(NamedTuple):
+    """Derivatives of a mean negative log-likelihood (nats a sample), in the order of the model's parameters."""
 
-    features: Float[Tensor, "chains features"]
-    """The visible units."""
-    hidden_chances: Float[Tensor, "chains hidden"]
-    """P(z = 1 | visible units)."""
-    hidden: Float[Tensor, "chains hidden"]
-    """Hidden units drawn from these."""
+    weights: Float[Tensor, "features hidden"]
+    visible_bias: Float[Tensor, " features"]
+    hidden_bias: Float[Tensor, " hidden"]
 
 
 @torch.no_grad()
 def start_chains(
     model: RBM, chains: int, visible: Tensor | None = None, *, generator: torch.Generator | None = None
-) -> ChainState:
-    """Chains at given visible states ``[chains, visible]``, or at ones drawn from the visible biases alone."""
+) -> Float[Tensor, "chains hidden"]:
+    """Hidden units of chains whose visible states ``[chains, visible]`` are given, or drawn from their biases alone.
+
+    The hidden units are all that has to be kept of a chain.
+    """
     if visible is None:
         logits = model.visible_bias.expand(chains, -1).clone()
         features = model.draw_visible(logits, _uniforms(model, chains, model.visible, generator))
-    else:
-        if visible.shape[0] != chains:
-            raise ValueError(f"expected visible states of {chains} chains, got {visible.shape[0]}")
+    elif visible.shape[0] == chains:
         features = model.encode(visible)
-    return draw_hidden(model, features, _uniforms(model, chains, model.hidden, generator))
+    else:
+        raise ValueError(f"expected visible states of {chains} chains, got {visible.shape[0]}")
+    chances = model.hidden_logits(features).sigmoid_()
+    return chances.gt_(_uniforms(model, chains, model.hidden, generator))
 
 
 @torch.no_grad()
 def move_chains(
-    model: RBM, state: ChainState, steps: int = 1, *, generator: torch.Generator | None = None
-) -> ChainState:
-    """``steps`` times: the visible units given the hidden ones, then the hidden ones given these.
+    model: RBM, hidden: Float[Tensor, "chains hidden"], steps: int = 1, *, generator: torch.Generator | None = None
+) -> tuple[Float[Tensor, "chains features"], Float[Tensor, "chains hidden"]]:
+    """``steps`` times the visible units given the hidden ones and these given the visible ones; the last of both.
 
-    Of ``state`` only ``hidden`` is read, so the model may have changed since. Contrastive divergence starts anew from
-    data each time; its persistent form keeps the state.
+    The chains may come from other parameters: they then move on towards the model as it is.
     """
-    chains, visible = state.hidden.shape[0], model.visible
+    if steps < 1:
+        raise ValueError(f"steps: expected at least 1, got {steps}")
     for _ in range(steps):
-        uniforms = _uniforms(model, chains, visible + model.hidden, generator)
-        features = model.draw_visible(model.visible_logits(state.hidden), uniforms[:, :visible])
-        state = draw_hidden(model, features, uniforms[:, visible:])
-    return state
-
-
-def draw_hidden(model: RBM, features: Tensor, uniforms: Float[Tensor, "chains hidden"]) -> ChainState:
-    """The hidden units given the visible ones."""
-    chances = model.hidden_logits(features).sigmoid_()
-    return ChainState(features, chances, torch.gt(chances, uniforms).to(chances.dtype))
+        features, uniforms = _draw_features(model, hidden, generator)
+        hidden = model.hidden_logits(features).sigmoid_().gt_(uniforms)
+    return features, hidden
 
 
 @torch.no_grad()
-def set_gradient(model: RBM, data: Float[Tensor, "samples features"], samples: ChainState) -> None:
-    """Set each parameter's ``grad`` to the gradient of the mean negative log-likelihood of ``data`` (nats a sample),
-    with the expectations under the model taken over ``samples`` (positive minus negative statistics, in closed form).
+def contrastive_gradient(
+    model: RBM,
+    data: Float[Tensor, "samples features"],
+    hidden: Float[Tensor, "chains hidden"],
+    steps: int = 1,
+    *,
+    generator: torch.Generator | None = None,
+) -> tuple[Gradient, Float[Tensor, "chains hidden"]]:
+    """Move the chains, and take the expectations under the model over where they are: PCD-k if they are those that the
+    last call returned, CD-k if they are `start_chains` at the data.
 
-    Args:
-        model: whose parameters.
-        data: a minibatch as features; a last, shorter one needs no care: means are taken over what there is.
-        samples: chains' states, any number of them.
+    Returns:
+        The gradient of the mean negative log-likelihood of ``data``, and the chains' hidden units.
     """
-    chances = model.hidden_logits(data).sigmoid_()
-    gradient = _buffer(model.weights)
-    torch.mm(samples.features.t(), samples.hidden_chances, out=gradient)
-    gradient.addmm_(data.t(), chances, beta=1 / samples.features.shape[0], alpha=-1 / data.shape[0])
-    torch.sub(samples.features.mean(0), data.mean(0), out=_buffer(model.visible_bias))
-    torch.sub(samples.hidden_chances.mean(0), chances.mean(0), out=_buffer(model.hidden_bias))
+    if steps > 1:
+        _, hidden = move_chains(model, hidden, steps - 1, generator=generator)
+    features, uniforms = _draw_features(model, hidden, generator)
+    gradient, chances = likelihood_gradient(model, data, features)
+    # comparing into a float tensor: ten times faster than converting afterwards
+    return gradient, torch.gt(chances, uniforms, out=torch.empty_like(chances))
+
+
+@torch.no_grad()
+def likelihood_gradient(
+    model: RBM, data: Float[Tensor, "samples features"], features: Float[Tensor, "chains features"]
+) -> tuple[Gradient, Float[Tensor, "chains hidden"]]:
+    """The gradient of the mean negative log-likelihood of ``data``, in closed form, with expectations under the model
+    replaced by means over samples of its visible units (any number of them); and these samples' P(z = 1 | x).
+    """
+    rows = torch.cat([features, data])
+    chances = model.hidden_logits(rows).sigmoid_()
+    chains = features.shape[0]
+    shares = _shares(chains, data.shape[0], rows.dtype, rows.device)
+    weighted = rows * shares.unsqueeze(1)
+    gradient = Gradient(weighted.t() @ chances, weighted.sum(0), shares @ chances)
+    return gradient, chances[:chains]
+
+
+@lru_cache(maxsize=16)
+def _shares(chains: int, samples: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """How much each row counts: samples of the model for, data against."""
+    shares = torch.full((chains + samples,), 1 / chains, dtype=dtype, device=device)
+    shares[chains:] = -1 / samples
+    return shares
+
+
+def _draw_features(model: RBM, hidden: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Visible features given the hidden units, and uniform numbers to draw the hidden units with after them."""
+    uniforms = _uniforms(model, hidden.shape[0], model.visible + model.hidden, generator)
+    features = model.draw_visible(model.visible_logits(hidden), uniforms[:, : model.visible])
+    return features, uniforms[:, model.visible :]
 
 
 class RBMPath:
@@ -132,10 +163,3 @@ class RBMPath:
 def _uniforms(model: RBM, rows: int, columns: int, generator: torch.Generator | None) -> Tensor:
     weights = model.weights
     return torch.rand(rows, columns, dtype=weights.dtype, device=weights.device, generator=generator)
-
-
-def _buffer(parameter: torch.nn.Parameter) -> Tensor:
-    """The parameter's ``grad``, made if there is none: writing into it saves an allocation a step."""
-    if parameter.grad is None:
-        parameter.grad = torch.empty_like(parameter)
-    return parameter.grad
