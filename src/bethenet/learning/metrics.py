@@ -16,24 +16,36 @@ Record = dict[str, Any]
 
 
 class RunningMean:
-    """Weighted means of named scalars, added up on the device and read at once."""
+    """Weighted means of named figures, added up on the device in float64 and read at once.
+
+    A figure with several entries, one for each of several models, counts as their mean.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.weights: dict[str, float] = {}
 
     def add(self, values: Mapping[str, Tensor], weight: float) -> None:
-        """Count in scalars, each with this weight."""
+        """Count in figures, each with this weight."""
         for name, value in values.items():
-            part = value.detach().double() * weight if value.device.type != "mps" else value.detach() * weight
-            self.sums[name] = self.sums[name] + part if name in self.sums else part
-            self.weights[name] = self.weights.get(name, 0.0) + weight
+            value = value.detach()
+            if name not in self.sums:
+                self.sums[name] = torch.zeros_like(value, dtype=torch.float64)
+                self.weights[name] = 0.0
+            self.sums[name] = torch.add(self.sums[name], value, alpha=weight)
+            self.weights[name] += weight
+
+    def absorb(self, other: RunningMean) -> None:
+        """Count in all that ``other`` has counted."""
+        for name, value in other.sums.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+            self.weights[name] = self.weights.get(name, 0.0) + other.weights[name]
 
     def read(self) -> dict[str, float]:
         """The means. Waits for the device, once."""
         if not self.sums:
             return {}
-        values = torch.stack([value.reshape(()) for value in self.sums.values()]).tolist()
+        values = torch.stack([value.mean() for value in self.sums.values()]).tolist()
         return {name: value / self.weights[name] for name, value in zip(self.sums, values, strict=True)}
 
     def reset(self) -> None:

@@ -115,6 +115,8 @@ class Run:
             self.epoch, self.position = self.epoch + 1, 0
         if self.position == first and status is not None:
             return status
+        self.whole_epoch.absorb(self.recent)
+        self.recent.reset()
         means = self.whole_epoch.read()
         self.seconds = before + time.perf_counter() - started
         return self._close_epoch(means, status)
@@ -125,8 +127,7 @@ class Run:
         for update in self.objective.updates(batch, self.generator):
             shown = update.loss if update.value is None else update.value
             name = "objective" if "model" in update.parts else f"{'_'.join(update.parts)}_loss"
-            for means in (self.recent, self.whole_epoch):
-                means.add({name: shown.detach().mean()}, batch.size)
+            self.recent.add({name: shown}, batch.size)
             if due and update.diagnostics is not None:
                 self.recent.add(update.diagnostics(), 1)
             self._apply(update)
@@ -172,8 +173,9 @@ class Run:
     # --- reports ----------------------------------------------------------------------------------------------------
 
     def _report(self) -> bool:
-        """Record the means since the last report; whether they say that the run has diverged."""
+        """Record the means since the last report of this epoch; whether they say that the run has diverged."""
         means = self.recent.read()
+        self.whole_epoch.absorb(self.recent)
         self.recent.reset()
         record = {"kind": "step", "epoch": self.epoch + 1, "step": self.step, "seconds": self.seconds, **means}
         self._tell(record, keep=True)

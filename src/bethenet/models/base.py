@@ -45,7 +45,7 @@ class Model(nn.Module, ABC):
         return self.log_potentials(data)
 
     def both(self, data: Any) -> tuple[LogPotentials, LogPotentials]:
-        """`unclamped` and `clamped` at once, for models whose potentials are dear or random (dropout): one draw for both."""
+        """`unclamped` and `clamped` together: where potentials are random (dropout), both must come of one draw."""
         return self.unclamped(data), self.clamped(data)
 
     def score(self, data: Any) -> Float[Tensor, "samples models"]:
