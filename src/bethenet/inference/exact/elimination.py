@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bethenet.inference.exact.contraction import BATCH, ROW, Contraction, contraction
 from bethenet.inference.exact.domains import Domain, Message
-from bethenet.inference.exact.plan import Plan, Round
+from bethenet.inference.exact.plan import Plan, Round, Source
 
 Choose = Callable[[Float[Tensor, "samples batch rows states"]], Int[Tensor, "samples batch rows"]]
 """Picks a state from unnormalised log-probabilities."""
@@ -99,9 +99,10 @@ def marginals(plan: Plan, trace: Trace, *, differentiable: bool) -> list[Float[T
             gradient = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
             del pieces
         gradient = domain.unscale(result, gradient)
-        for operand, value in enumerate(domain.pull_back(kind, operands, result, gradient)):
+        values = domain.pull_back(kind, operands, result, gradient)
+        for operand, source in enumerate(step.sources):
+            value = values[operand]
             assert value is not None
-            source = step.sources[operand]
             if source.stack >= plan.leaves:
                 gradients[number, operand] = value
                 continue
@@ -109,15 +110,14 @@ def marginals(plan: Plan, trace: Trace, *, differentiable: bool) -> list[Float[T
             if differentiable:
                 chunks[source.stack].append((source.start, table))
                 continue
-            if source.stack not in outputs:
-                outputs[source.stack] = table.new_empty(trace.batch, lengths[source.stack], *table.shape[2:])
-            whole = outputs[source.stack]
+            values[operand] = None
+            shape = (trace.batch, lengths[source.stack], *table.shape[2:])
             rows = plan.permutations[source.stack]
-            if rows is None:
-                whole[:, source.start : source.stop] = table
-            else:
-                whole.index_copy_(1, rows[source.start : source.stop], table)
-        del gradient, operands, result, value, table
+            if source.stack not in outputs:
+                outputs[source.stack] = table.new_empty(shape)
+            _put(outputs[source.stack], rows, source, table)
+            del table
+        del gradient, operands, result, value, values
     if not differentiable:
         return [outputs[stack] for stack in range(plan.leaves)]
     return [_assemble(parts, rows) for parts, rows in zip(chunks, plan.permutations, strict=True)]
@@ -167,6 +167,14 @@ def _hand_out(
     pieces = message.value.split([_length(plan, use) for use in uses], dim=1)
     for use, piece in zip(uses, pieces, strict=True):
         waiting[use] = Message(piece, None, message.lowest)
+
+
+def _put(whole: Tensor, rows: Tensor | None, source: Source, table: Tensor) -> None:
+    """Write some rows of a leaf's marginals where they belong."""
+    if rows is None:
+        whole[:, source.start : source.stop] = table
+    else:
+        whole.index_copy_(1, rows[source.start : source.stop], table)
 
 
 def _length(plan: Plan, use: tuple[int, int]) -> int:

@@ -53,11 +53,12 @@ def min_fill(neighbours: Adjacency, states: Sequence[int], free: Sequence[int]) 
     """
     bits = [sum(1 << other for other in others) for others in neighbours]
     present = [set(others) for others in neighbours]
+    logs = [math.log2(count) for count in states]
 
     def score(variable: int) -> tuple[int, float, int]:
         own, others = bits[variable], present[variable]
         missing = sum(len(others) - 1 - (own & bits[other]).bit_count() for other in others)
-        return missing // 2, _log_entries(variable, others, states), variable
+        return missing // 2, _log_entries(variable, others, logs), variable
 
     best = {variable: score(variable) for variable in free}
     heap = sorted(best.values())
@@ -70,16 +71,29 @@ def min_fill(neighbours: Adjacency, states: Sequence[int], free: Sequence[int]) 
         del best[variable]
         order.append(variable)
         clique = present[variable]
-        joined = sum(1 << other for other in clique)
+        if len(clique) == len(best):
+            # the rest are all joined to each other now: any order is as good
+            order.extend(sorted(clique))
+            break
+        around = bits[variable]
+        if not entry[0]:
+            # nothing new is joined: its neighbours lose it, and the pairs that it was part of
+            for other in clique:
+                present[other].discard(variable)
+                bits[other] &= ~(1 << variable)
+                fill, size, _ = best[other]
+                fill -= (bits[other] & ~around).bit_count()
+                best[other] = fill, size - logs[variable], other
+                heapq.heappush(heap, best[other])
+            continue
         changed = set(clique)
         for other in clique:
             present[other] |= clique
             present[other] -= {other, variable}
-            bits[other] = (bits[other] | joined) & ~(1 << other) & ~(1 << variable)
-        if entry[0]:
-            # a new edge changes the fill of everything next to both its ends
-            for other in clique:
-                changed |= present[other]
+            bits[other] = (bits[other] | around) & ~(1 << other) & ~(1 << variable)
+        # a new edge changes the fill of everything next to both its ends
+        for other in clique:
+            changed |= present[other]
         for other in changed:
             fresh = score(other)
             if fresh != best[other]:
@@ -101,7 +115,8 @@ def min_degree(
             not only the smallest ones. That makes few rounds of an order that would be long, and wider.
     """
     present = [set(others) for others in neighbours]
-    heap = [(_log_entries(variable, present[variable], states), variable) for variable in free]
+    logs = [math.log2(count) for count in states]
+    heap = [(_log_entries(variable, present[variable], logs), variable) for variable in free]
     heapq.heapify(heap)
     current = {variable: cost for cost, variable in heap}
     order: list[int] = []
@@ -118,12 +133,14 @@ def min_degree(
             del current[variable]
             order.append(variable)
             clique = present[variable]
+            if len(clique) == len(current):
+                return order + sorted(clique)
             for other in clique:
                 present[other] |= clique
                 present[other] -= {other, variable}
             touched |= clique
         for variable in touched:
-            cost = _log_entries(variable, present[variable], states)
+            cost = _log_entries(variable, present[variable], logs)
             current[variable] = cost
             heapq.heappush(heap, (cost, variable))
     return order
@@ -149,6 +166,6 @@ def measure(order: Sequence[int], neighbours: Adjacency, states: Sequence[int]) 
     return Shape(width, entries, message_entries, max(depth.values(), default=0))
 
 
-def _log_entries(variable: int, others: Iterable[int], states: Sequence[int]) -> float:
+def _log_entries(variable: int, others: Iterable[int], logs: Sequence[float]) -> float:
     """Binary logarithm of the entries of a variable's bucket."""
-    return math.log2(states[variable]) + sum(math.log2(states[other]) for other in others)
+    return logs[variable] + math.fsum([logs[other] for other in others])

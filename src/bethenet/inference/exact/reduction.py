@@ -114,12 +114,14 @@ class Reduction:
         group = self.graph.factor_groups[number]
         if group.arity == 0:
             return [Part(number, torch.arange(len(group), device=seen.device), (), (), True, group.variables)]
-        patterns, member_of = torch.unique(seen[group.variables], dim=0, return_inverse=True)
+        powers = 2 ** torch.arange(group.arity, device=seen.device)
+        pattern_of = (seen[group.variables] * powers).sum(1)
+        patterns = torch.unique(pattern_of)
         parts = []
-        for pattern, observed in enumerate(patterns.tolist()):
-            rows = torch.nonzero(member_of == pattern).flatten()
-            kept = tuple(axis for axis, known in enumerate(observed) if not known)
-            away = tuple(axis for axis, known in enumerate(observed) if known)
+        for pattern in patterns.tolist():
+            rows = torch.nonzero(pattern_of == pattern).flatten()
+            kept = tuple(axis for axis in range(group.arity) if not pattern >> axis & 1)
+            away = tuple(axis for axis in range(group.arity) if pattern >> axis & 1)
             part = Part(number, rows, kept, away, len(patterns) == 1, group.variables[rows])
             parts.append(self._unary(part) if len(kept) == 1 else part)
         return parts
@@ -140,16 +142,16 @@ class Reduction:
 
     def leaf_scopes(self) -> list[list[list[int]]]:
         """The variables of each row of each leaf, as `leaves` lists them."""
-        joins = [part.variables[:, list(part.kept)].tolist() for part in self.joins]
+        joins = [part.variables[:, list(part.kept)] for part in self.joins]
         groups = self.graph.variable_groups
-        return joins + [
-            groups[number].variables[self.free[number]].unsqueeze(1).tolist() for number in self.free_groups
-        ]
+        unaries = [groups[number].variables[self.free[number]].unsqueeze(1) for number in self.free_groups]
+        return [scopes.cpu().numpy().tolist() for scopes in joins + unaries]
 
     def free_variables(self) -> list[int]:
         """The variables that remain, ascending."""
         groups = self.graph.variable_groups
-        return sorted(v for group, rows in zip(groups, self.free, strict=True) for v in group.variables[rows].tolist())
+        free = [group.variables[rows] for group, rows in zip(groups, self.free, strict=True)]
+        return sorted(torch.cat(free).tolist()) if free else []
 
     def leaves(self, potentials: LogPotentials) -> list[Tensor]:
         """Log-tables ``[batch | 1, rows | 1, *table]``: of factors with two or more variables left, then one per group
