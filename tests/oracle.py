@@ -40,7 +40,8 @@ class Truth:
 def enumerate_model(potentials: LogPotentials) -> Truth:
     graph = potentials.graph
     ranges = [range(int(k)) for k in graph.state_counts]
-    assignments = torch.tensor(list(itertools.product(*ranges)), dtype=torch.long).reshape(-1, graph.num_variables)
+    rows = list(itertools.product(*ranges))
+    assignments = torch.tensor(rows, dtype=torch.long).reshape(len(rows), graph.num_variables)
     scores = potentials.to(dtype=torch.float64).score(assignments)
     log_z = torch.logsumexp(scores, 0)
     return Truth(assignments, scores - log_z, log_z, graph)

@@ -27,6 +27,11 @@ class Beliefs:
             if tuple(table.shape[1:]) != (len(group), *group.table_shape):
                 expected = f"[batch, {len(group)}, {', '.join(map(str, group.table_shape))}]"
                 raise ValueError(f"region group {number}: expected shape {expected}, got {list(table.shape)}")
+            if table.shape[0] != log_tables[0].shape[0]:
+                raise ValueError(
+                    f"region group {number}: expected batch {log_tables[0].shape[0]} as the first table has, "
+                    f"got {table.shape[0]}"
+                )
         self.regions = regions
         self.log_tables = tuple(log_tables)
 

@@ -116,9 +116,13 @@ class FactorGraph:
         graph._set_names(names, counts.numel())
         arrays, first = [], 0
         for scope in scopes:
-            tensor = torch.as_tensor(scope, dtype=torch.long).cpu()
-            if tensor.dim() != 2:
-                raise ValueError(f"an array of scopes has shape [factors, arity]; got {tuple(tensor.shape)}")
+            tensor = torch.as_tensor(scope).cpu()
+            if tensor.dim() != 2 or (tensor.is_floating_point() and tensor.numel()):
+                raise ValueError(
+                    f"an array of scopes is of integers and has shape [factors, arity]; got {tensor.dtype} of shape "
+                    f"{tuple(tensor.shape)}"
+                )
+            tensor = tensor.long()
             arrays.append((torch.arange(first, first + tensor.shape[0]), tensor))
             first += tensor.shape[0]
         if numbers is not None:
@@ -187,7 +191,13 @@ class FactorGraph:
             states: one number for all, or a mapping from node to number.
             unary: also put a unary factor on every variable, before the edges.
         """
+        if graph.is_directed():
+            raise ValueError("expected an undirected graph, got a directed one")
         nodes = list(graph.nodes)
+        if not isinstance(states, int):
+            missing = [node for node in nodes if node not in states]
+            if missing:
+                raise ValueError(f"node {missing[0]!r}: no number of states was given for it")
         position = {node: number for number, node in enumerate(nodes)}
         counts = [states if isinstance(states, int) else states[node] for node in nodes]
         edges = [(position[a], position[b]) for a, b in graph.edges()]

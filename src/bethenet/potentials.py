@@ -280,8 +280,13 @@ class LogPotentials:
         """Log of the unnormalised probability (nats) of complete assignments, evidence counted.
 
         The last axis is this object's batch: every assignment is scored under every member.
+
+        Raises:
+            ValueError: not integers, another number of variables, or (looked at on the CPU only, where it is free) a
+                state that a variable does not have.
         """
-        flat = states.reshape(-1, states.shape[-1]).to(self.device)
+        self._check_assignments(states)
+        flat = states.reshape(math.prod(states.shape[:-1]), self.graph.num_variables).to(self.device)
         total = torch.zeros(flat.shape[0], self.batch_size, dtype=self.dtype, device=self.device)
         for table, group in zip(self.tables, self.graph.factor_groups, strict=True):
             total = total + _pick(table, flat[:, group.variables])
@@ -331,6 +336,23 @@ class LogPotentials:
         return f"LogPotentials({self.graph}, batch {self.batch_size}, tables {shapes or 'none'}, {self.dtype})"
 
     # --- checks -----------------------------------------------------------------------------------------------------
+
+    def _check_assignments(self, states: Tensor) -> None:
+        variables = self.graph.num_variables
+        if states.dim() < 1 or states.shape[-1] != variables or (states.is_floating_point() and states.numel()):
+            raise ValueError(
+                f"expected integer states of shape [..., {variables}], got {states.dtype} of shape "
+                f"{tuple(states.shape)}"
+            )
+        if self.device.type != "cpu" or states.device.type != "cpu":
+            return
+        wrong = (states < 0) | (states >= self.graph.state_counts)
+        if wrong.any():
+            variable = int(torch.nonzero(wrong)[0, -1])
+            raise ValueError(
+                f"variable {variable}: expected a state from 0 to {int(self.graph.state_counts[variable]) - 1}, "
+                f"got {int(states[wrong][0])}"
+            )
 
     def _check(self, what: str, tensor: Tensor, members: int, shape: tuple[int, ...], kind: str) -> None:
         expected = f"[batch or 1, {members} {kind} or 1, {', '.join(map(str, shape))}]"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 import typer
 
 from bethenet.cli import results
@@ -113,6 +114,8 @@ def infer(
             emit(_most_probable(engine, method, potentials, output_format), output)
             return
         result = engine.run(potentials, generator=generator_for(seed))
+        if bool(torch.isneginf(result.log_z).any()):
+            raise Failure(f"{method} gives log Z = -inf: the evidence has probability zero, or its beliefs do")
         if output_format is OutputFormat.JSON:
             marginals = task is Task.MARGINALS
             description = results.describe(result, node_marginals=marginals, factor_marginals=factors)
