@@ -194,3 +194,22 @@ def test_base_rates_ignore_what_was_not_observed() -> None:
     rates = base_rates(graph, torch.tensor([[0, 2], [1, -1], [1, 2], [1, 0]]), pseudo_count=1.0)
     torch.testing.assert_close(rates[0].exp(), torch.tensor([[[2 / 6, 4 / 6]]]))
     torch.testing.assert_close(rates[1].exp(), torch.tensor([[[2 / 6, 1 / 6, 3 / 6]]]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu() -> None:
+    random = torch.Generator("cuda").manual_seed(0)
+    model = machine(20, 12, 0).to("cuda")
+    exact = model.double().log_z().item()
+    model.float()
+    samples = model.sample_exactly(256, generator=random)
+    path = RBMPath(model, model.base_log_odds(samples))
+    grid = LogPotentials.random(FactorGraph.grid(3, 3), generator=generator(1))
+    by_gibbs = GibbsPath(grid.to("cuda"))
+    for estimate, truth in (
+        (annealed_importance_sampling(path, schedule=400, generator=random), exact),
+        (reverse_annealed_importance_sampling(path, model.encode(samples), schedule=400, generator=random), exact),
+        (annealed_importance_sampling(by_gibbs, schedule=200, generator=random), enumerate_model(grid).log_z.item()),
+    ):
+        assert abs(estimate.log_z.item() - truth) < 4 * estimate.standard_error.item()

@@ -242,3 +242,17 @@ def test_draws_follow_their_probabilities_and_never_hit_the_impossible() -> None
 def test_softened_models_keep_the_score_of_possible_states() -> None:
     potentials = LogPotentials.from_factors([2, 2], [((0, 1), [[0.5, -math.inf], [-3.0, 0.0]])])
     assert soften(potentials).table(0).tolist() == [[[0.5, -13.0], [-3.0, 0.0]]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu() -> None:
+    potentials = mixed_model(batch=2).to("cuda").clamp({0: [0, -1]})
+    random = torch.Generator("cuda").manual_seed(1)
+    sampler = GibbsSampler(potentials)
+    states = sampler.sweep(sampler.start(20_000, generator=random), 30, generator=random)
+    beliefs, _ = sampler.beliefs(states, 5, generator=random)
+    truth = enumerate_model(potentials.to("cpu"))
+    for factor, scope in enumerate(potentials.graph.scopes()):
+        found = beliefs.factor_marginal(factor).cpu().double()
+        torch.testing.assert_close(found, truth.marginal(scope), atol=0.01, rtol=0)

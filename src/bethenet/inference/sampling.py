@@ -183,8 +183,9 @@ def draw(logits: Float[Tensor, "*shape states"], generator: torch.Generator | No
     """
     uniforms = torch.rand(logits.shape[:-1], dtype=logits.dtype, device=logits.device, generator=generator)
     if logits.shape[-1] == 2:
-        # NaN (both impossible) compares as false
-        return (uniforms < (logits[..., 1] - logits[..., 0]).sigmoid()).long()
+        chances = (logits[..., 1] - logits[..., 0]).sigmoid_()
+        # NaN (both impossible) compares as false; comparing into integers saves a slow conversion
+        return torch.lt(uniforms, chances, out=torch.empty_like(chances, dtype=torch.long))
     largest = logits.amax(-1, keepdim=True)
     weights = (logits - torch.where(torch.isfinite(largest), largest, torch.zeros_like(largest))).exp()
     cumulative = weights.cumsum(-1)

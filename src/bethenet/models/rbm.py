@@ -231,11 +231,9 @@ class RBM(Model):
 
     def _scores(self, numbers: Int[Tensor, " samples"]) -> Float[Tensor, " samples"]:
         states = self._configurations(numbers)
-        return (
-            self.hidden_score(states.to(self.weights.dtype))
-            if self._enumerates_hidden
-            else self.visible_score(self.encode(states))
-        )
+        if self._enumerates_hidden:
+            return self.hidden_score(states.to(self.weights.dtype))
+        return self.visible_score(self.encode(states))
 
     def _log_sum(self, numbers: Int[Tensor, " samples"]) -> Float[Tensor, ""]:
         return self._scores(numbers).logsumexp(0)

@@ -1,0 +1,169 @@
+"""Seconds an epoch of persistent contrastive divergence, beside scikit-learn's `BernoulliRBM` at the same batch size.
+
+    python benchmarks/rbm.py --threads 2 --output results/benchmark_rbm.json
+    python benchmarks/rbm.py --device cuda
+
+Two sizes: the paper's digits with 100 hidden units, and 784 x 500 on random binary images. scikit-learn moves as many
+chains as a minibatch has rows and takes plain gradient steps; "sgd" does the same here. "adam" and more chains are what
+one would rather use. Runs alternate with the peer's, so that both meet the same machine; the median over repeats and
+the range are given, with the ratio of medians. Also: seconds for one estimate of log Z by annealing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import sklearn
+import torch
+from sklearn.neural_network import BernoulliRBM
+from torch import Tensor
+
+from bethenet.data import paper_digits
+from bethenet.inference.ais import annealed_importance_sampling
+from bethenet.models.rbm import RBM
+from bethenet.models.rbm_chains import RBMPath, contrastive_gradient, start_chains
+
+Step = Callable[[list[Tensor], list[Tensor]], None]
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    generator = torch.Generator().manual_seed(arguments.seed)
+    digits = paper_digits().train
+    random_images = (torch.rand(arguments.rows, 784, generator=generator) < 0.2).to(torch.uint8)
+    report = {
+        "command": " ".join(sys.argv),
+        "torch": torch.__version__,
+        "scikit-learn": sklearn.__version__,
+        "device": torch.cuda.get_device_name()
+        if arguments.device == "cuda"
+        else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "batch_size": arguments.batch_size,
+        "repeats": arguments.repeats,
+        "seconds_per_epoch": {
+            "digits, 64 x 100": compare(digits, 100, arguments),
+            f"{arguments.rows} random images, 784 x 500": compare(random_images, 500, arguments),
+        },
+        "annealing, 64 x 100, 256 chains, 4000 temperatures": annealing(digits, arguments),
+    }
+    text = json.dumps(report, indent=2)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text + "\n", encoding="utf-8")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", help="where this library runs; the peer has the CPU only")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--rows", type=int, default=2000, help="random images of 784 pixels")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="JSON file")
+    return parser.parse_args()
+
+
+def compare(data: Tensor, hidden: int, arguments: argparse.Namespace) -> dict[str, object]:
+    """Time one epoch of every kind in turn, several times over."""
+    batch = arguments.batch_size
+    contenders: dict[str, Callable[[], float]] = {
+        "scikit-learn": lambda: peer_epoch(data, hidden, arguments),
+        f"sgd, {batch} chains": lambda: epoch(data, hidden, batch, sgd(), arguments),
+        f"adam, {batch} chains": lambda: epoch(data, hidden, batch, adam(), arguments),
+        "adam, 100 chains": lambda: epoch(data, hidden, 100, adam(), arguments),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for repeat in range(arguments.repeats + 1):
+        for name, run in contenders.items():
+            taken = run()
+            if repeat:  # the first is for warming up
+                seconds[name].append(taken)
+    peer = statistics.median(seconds["scikit-learn"])
+    return {
+        name: {
+            "median": round(statistics.median(taken), 5),
+            "range": [round(min(taken), 5), round(max(taken), 5)],
+            "ratio": round(statistics.median(taken) / peer, 3),
+        }
+        for name, taken in seconds.items()
+    }
+
+
+def peer_epoch(data: Tensor, hidden: int, arguments: argparse.Namespace) -> float:
+    images = data.numpy().astype("float32")
+    peer = BernoulliRBM(hidden, learning_rate=0.05, batch_size=arguments.batch_size, n_iter=1, random_state=0)
+    started = time.perf_counter()
+    peer.fit(images)
+    return time.perf_counter() - started
+
+
+def epoch(data: Tensor, hidden: int, chains: int, step: Step, arguments: argparse.Namespace) -> float:
+    device = torch.device(arguments.device)
+    model = RBM(data.shape[1], hidden, generator=torch.Generator().manual_seed(arguments.seed)).to(device)
+    generator = torch.Generator(device).manual_seed(arguments.seed)
+    states = start_chains(model, chains, generator=generator)
+    features = model.encode(data.to(device))
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    synchronize(device)
+    started = time.perf_counter()
+    order = torch.randperm(features.shape[0], generator=generator, device=device)
+    for rows in features[order].split(arguments.batch_size):
+        gradient, states = contrastive_gradient(model, rows, states, generator=generator)
+        step(parameters, list(gradient))
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def sgd() -> Step:
+    return lambda parameters, gradient: torch._foreach_add_(parameters, gradient, alpha=-0.05)
+
+
+def adam() -> Step:
+    """The fused kernel without the Python around it, which costs more than everything else in a step this small."""
+    moments: list[list[Tensor]] = []
+
+    def step(parameters: list[Tensor], gradient: list[Tensor]) -> None:
+        if not moments:
+            steps = [torch.zeros((), device=parameter.device) for parameter in parameters]
+            moments.extend(
+                [[torch.zeros_like(p) for p in parameters], [torch.zeros_like(p) for p in parameters], steps]
+            )
+        first, second, steps = moments
+        torch._foreach_add_(steps, 1)
+        torch._fused_adam_(
+            parameters, gradient, first, second, [], steps,
+            lr=3e-3, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    return step
+
+
+def annealing(data: Tensor, arguments: argparse.Namespace) -> float:
+    device = torch.device(arguments.device)
+    generator = torch.Generator().manual_seed(arguments.seed)
+    model = RBM(data.shape[1], 100, weight_scale=0.3, generator=generator).initialise_from(data).to(device)
+    path = RBMPath(model, model.base_log_odds(data.to(device)))
+    started = time.perf_counter()
+    annealed_importance_sampling(path, generator=torch.Generator(device).manual_seed(arguments.seed))
+    synchronize(device)
+    return round(time.perf_counter() - started, 3)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
