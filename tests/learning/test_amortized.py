@@ -295,6 +295,25 @@ def test_learning_from_refined_beliefs_reaches_them():
     assert (refine(potentials, network(None)).node_marginals - before.node_marginals).abs().max() < 1e-3
 
 
+def test_sweeps_of_belief_propagation_bring_a_network_near_its_fixed_point():
+    model = ising(scale=0.3)
+    potentials = model.log_potentials().detach()
+    fixed = BeliefPropagation(tolerance=1e-12).run(potentials).beliefs.node_marginals
+    network = InferenceNetwork(NodeLogits(model.graph), ConsistentHead())
+    errors = []
+    for sweeps in (1, 3, 30):
+        refine = EngineRefinement(BeliefPropagation(), iterations=sweeps)
+        errors.append(float((refine(potentials, network(potentials)).node_marginals - fixed).abs().max()))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-6
+    batch = Batch(samples(model, 20), 20)
+    side = ByNetwork(network, refine=EngineRefinement(BeliefPropagation(), 30), learn_from="refined", targets="nodes")
+    *_, update = Likelihood(model, side).updates(batch)
+    (exact,) = Likelihood(model, BeliefPropagation(tolerance=1e-12)).updates(batch)
+    gradients = [torch.autograd.grad(part.loss.sum(), [*model.parameters()]) for part in (update, exact)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
 def test_an_engine_on_one_side_and_a_network_on_the_other():
     model = latent_model()
     data = torch.tensor([[0, 0], [0, 1], [1, 1]])

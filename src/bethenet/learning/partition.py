@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from bethenet.beliefs import Beliefs
-from bethenet.free_energy import free_energy
 from bethenet.inference.engine import Engine, IterativeEngine
 from bethenet.learning.objective import Batch
 from bethenet.learning.persistence import Samples, StateMemory, advance
@@ -99,8 +98,7 @@ class ByEngine(LogPartition):
     ) -> Estimate:
         """See `LogPartition.estimate`."""
         if self.training and self.iterations is not None:
-            beliefs, residual = self._few_steps(potentials.detach(), batch, clamped, self.iterations, generator)
-            return Estimate(-free_energy(potentials, beliefs), beliefs, residual)
+            return self._few_steps(potentials, batch, clamped, self.iterations, generator)
         state = None
         # held-out samples have numbers of their own: nothing was kept for them
         if self.persistent and not clamped:
@@ -111,24 +109,24 @@ class ByEngine(LogPartition):
         result = self.engine.run(potentials, state=state, generator=generator)
         return Estimate(result.log_z, result.beliefs, result.residual)
 
-    @torch.no_grad()
     def _few_steps(
         self, potentials: LogPotentials, batch: Batch, clamped: bool, iterations: int, generator: torch.Generator | None
-    ) -> tuple[Beliefs, Tensor]:
-        """The beliefs after ``iterations`` steps, and the last step's residuals."""
+    ) -> Estimate:
+        """The estimate after ``iterations`` steps, from the state kept if there is one."""
         engine: Any = self.engine
-        problem = engine.prepare(potentials)
-        state = engine.init(problem, None, generator)
-        if not self.persistent:
-            state, residual = advance(engine, problem, state, iterations)
-            return engine.beliefs(problem, state), residual
-        samples = Samples.of(batch) if clamped else None
-        if clamped and samples is None:
+        samples = Samples.of(batch) if clamped and self.persistent else None
+        if clamped and self.persistent and samples is None:
             raise ValueError("persistent clamped inference needs batches that carry their samples' indices")
-        state = engine.init(problem, self.memory.recall(potentials.graph, state, samples), generator)
-        state, residual = advance(engine, problem, state, iterations)
-        self.memory.remember(potentials.graph, state, samples)
-        return engine.beliefs(problem, state), residual
+        with torch.no_grad():
+            problem = engine.prepare(potentials.detach())
+            state = engine.init(problem, None, generator)
+            if self.persistent:
+                state = engine.init(problem, self.memory.recall(potentials.graph, state, samples), generator)
+            state, residual = advance(engine, problem, state, iterations)
+            if self.persistent:
+                self.memory.remember(potentials.graph, state, samples)
+            beliefs = engine.beliefs(problem, state)
+        return Estimate(engine.log_z(potentials, problem, state, beliefs), beliefs, residual)
 
 
 def log_partition(method: Any) -> LogPartition:

@@ -16,6 +16,7 @@ from bethenet.inference.bp.levels import compile_sweep
 from bethenet.inference.bp.prepare import prepare
 from bethenet.inference.bp.problem import Messages, Problem, Weights, message_width
 from bethenet.inference.bp.schedules import flood, flood_worst
+from bethenet.inference.bp.start import messages_of
 from bethenet.inference.bp.sweeps import sweep
 from bethenet.inference.engine import IterativeEngine
 from bethenet.inference.engine import State as AnyState
@@ -121,6 +122,10 @@ class MessagePassing(IterativeEngine):
         zero = problem.no_change()
         messages = _to_state(problem.uniform()) if state is None else _adopted(problem, state)
         return MessageState(messages, zero + self.damping, zero + math.inf, zero + math.inf, zero.long())
+
+    def state_from_beliefs(self, problem: Problem, beliefs: Beliefs) -> MessageState:
+        """A state to start from, given beliefs of any origin. See `messages_of`."""
+        return self.init(problem)._replace(messages=messages_of(problem, beliefs))
 
     def step(self, problem: Problem, state: MessageState) -> tuple[MessageState, Float[Tensor, " batch"]]:
         """One renewal of the messages, as the schedule has it."""
