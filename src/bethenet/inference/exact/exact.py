@@ -13,10 +13,10 @@ from torch import Tensor
 from bethenet.beliefs import Beliefs
 from bethenet.graph import FactorGraph
 from bethenet.inference.engine import State
+from bethenet.inference.exact.layout import Layout
 from bethenet.inference.exact.memory import Task
 from bethenet.inference.exact.planning import ORDERS, Choice, planner_for
 from bethenet.inference.exact.problem import Problem
-from bethenet.inference.exact.reduction import Layout
 from bethenet.potentials import LogPotentials
 from bethenet.result import InferenceResult, Status
 

@@ -15,8 +15,9 @@ import torch
 from bethenet.errors import MemoryLimitError
 from bethenet.inference.exact.contraction import Contraction
 from bethenet.inference.exact.elimination import kind_of
+from bethenet.inference.exact.layout import Layout, Leaf
 from bethenet.inference.exact.plan import Plan
-from bethenet.inference.exact.reduction import Layout, Leaf, Reduction
+from bethenet.inference.exact.reduction import Reduction
 
 USABLE_SHARE = 0.8
 """Of the free memory, how much may be used by default."""

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from bethenet.graph import FactorGraph
+from bethenet.inference.exact.layout import Layout
 from bethenet.inference.exact.memory import Task, predict
 from bethenet.inference.exact.ordering import Shape, adjacency, measure, min_degree, min_fill
 from bethenet.inference.exact.plan import Plan, make_plan
-from bethenet.inference.exact.reduction import Layout, Reduction
+from bethenet.inference.exact.reduction import Reduction
 from bethenet.potentials import LogPotentials
 
 ORDERS = ("auto", "min-fill", "min-degree")

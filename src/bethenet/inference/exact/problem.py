@@ -11,9 +11,9 @@ from bethenet.errors import ImpossibleEvidenceError
 from bethenet.inference.exact import elimination
 from bethenet.inference.exact.domains import Domain, Logarithmic, Maximum, Scaled
 from bethenet.inference.exact.elimination import Choose, Trace
+from bethenet.inference.exact.layout import Layout
 from bethenet.inference.exact.memory import USABLE_SHARE, Task, free_bytes, refuse
 from bethenet.inference.exact.planning import Choice, Order, planner_for
-from bethenet.inference.exact.reduction import Layout
 from bethenet.potentials import LogPotentials
 
 

@@ -1,0 +1,266 @@
+"""Exact inference: seconds and peak memory of bucket elimination, beside pgmpy's variable elimination where it can.
+
+    python benchmarks/exact.py [--device cuda] [--threads N] [--json FILE]
+
+Every case runs in a process of its own, so that its peak is its own. *Plan* is the first call's planning (elimination
+order, rounds, predicted bytes), done once for a graph; the other times are medians of several calls after a first one.
+*Tensors* is the peak of PyTorch's allocations during the call (the profiler's record of the allocator on a CPU, the
+allocator's own statistics on a GPU), *process* how much the whole process grew, planning and all.
+
+The peer computes all node marginals of a grid by one query a variable, which is how its interface gives them.
+Install it with ``pip install -c constraints.txt -e ".[benchmark]"``; without it that part is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bethenet import FactorGraph, LogPotentials
+from bethenet.inference.exact import Exact
+from bethenet.inference.exact.memory import human
+
+SEED = 0
+REPEATS = 5
+PEER_GRIDS = (3, 4, 5, 6, 7)
+
+
+def grid(size: int) -> LogPotentials:
+    return random(FactorGraph.grid(size, size))
+
+
+def chain() -> LogPotentials:
+    return random(FactorGraph.chain(100_000))
+
+
+def pairwise_third_order() -> LogPotentials:
+    """32 sentences of 30 words; the transitions belong to the position, the emissions to the sentence."""
+    graph = FactorGraph.chain(30, 30, order=3)
+    return random(graph, batches=[32, 1])
+
+
+def full_third_order() -> LogPotentials:
+    """The same with one table over four states, shared by all positions."""
+    windows = [(i, i + 1, i + 2, i + 3) for i in range(27)]
+    graph = FactorGraph([30] * 30, [*((i,) for i in range(30)), *windows])
+    return random(graph, batches=[32, 1], rows=[30, 1])
+
+
+def random(graph: FactorGraph, batches: list[int] | None = None, rows: list[int] | None = None) -> LogPotentials:
+    generator = torch.Generator().manual_seed(SEED)
+    shapes = [
+        (batches[number] if batches else 1, rows[number] if rows else len(group), *group.table_shape)
+        for number, group in enumerate(graph.factor_groups)
+    ]
+    return LogPotentials(graph, [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes])
+
+
+def log_z(potentials: LogPotentials) -> object:
+    return Exact().log_z(potentials)
+
+
+def gradient(potentials: LogPotentials) -> object:
+    learning = potentials.map(lambda table: table.detach().clone().requires_grad_())
+    return torch.autograd.grad(Exact().log_z(learning).sum(), learning.tables)
+
+
+def marginals(potentials: LogPotentials) -> object:
+    return Exact().run(potentials)
+
+
+def samples(potentials: LogPotentials) -> object:
+    return Exact().sample(potentials, 100)
+
+
+def best_state(potentials: LogPotentials) -> object:
+    return Exact().map(potentials)
+
+
+ALL = (log_z, gradient, marginals, samples, best_state)
+CASES: dict[str, tuple[Callable[[], LogPotentials], tuple[Callable[[LogPotentials], object], ...]]] = {
+    "15 x 15 binary grid": (lambda: grid(15), ALL),
+    "chain of 100,000 binary variables": (chain, ALL),
+    "third-order chain, pairwise, 30 states x 30, batch 32": (pairwise_third_order, (log_z, gradient, marginals)),
+    "third-order chain, 4-ary, 30 states x 30, batch 32": (full_third_order, (log_z, gradient)),
+}
+
+
+def measure_case(name: str, device: str, threads: int) -> list[dict[str, Any]]:
+    """All tasks of one case. Runs in a fresh process."""
+    torch.set_num_threads(threads)
+    build, tasks = CASES[name]
+    Exact().run(grid(3).to(device))
+    before = resident()
+    potentials = build().to(device)
+    started = time.perf_counter()
+    Exact().predicted_bytes(potentials)
+    planning = time.perf_counter() - started
+    rows = []
+    for task in tasks:
+        times = [timed(task, potentials) for _ in range(1 + REPEATS)]
+        rows.append(
+            {
+                "case": name,
+                "task": task.__name__,
+                "plan_seconds": planning,
+                "first_seconds": times[0],
+                "seconds": statistics.median(times[1:]),
+                "slowest_seconds": max(times[1:]),
+                "process_bytes": resident() - before,
+            }
+        )
+    for row, task in zip(rows, tasks, strict=True):
+        row["tensor_bytes"] = peak_bytes(task, potentials)
+    return rows
+
+
+def timed(task: Callable[[LogPotentials], object], potentials: LogPotentials) -> float:
+    started = time.perf_counter()
+    result = task(potentials)
+    if potentials.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    del result
+    return seconds
+
+
+def resident() -> int:
+    """The most memory that the process ever had, in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def peak_bytes(task: Callable[[LogPotentials], object], potentials: LogPotentials) -> int:
+    gc.collect()
+    if potentials.device.type == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        task(potentials)
+        return torch.cuda.max_memory_allocated() - before
+    from torch._C._profiler import _EventType
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        task(potentials)
+    events = list(profile.profiler.kineto_results.experimental_event_tree())
+    changes = []
+    while events:
+        event = events.pop()
+        events.extend(event.children)
+        if event.tag == _EventType.Allocation:
+            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+    total, peak = 0, 0
+    for _, size in sorted(changes, key=lambda change: change[0]):
+        total += size
+        peak = max(peak, total)
+    return peak
+
+
+def compare_with_peer(size: int, _device: str, threads: int) -> list[dict[str, Any]]:
+    """All node marginals of a grid, planning included, by both."""
+    import numpy as np
+    from pgmpy.factors.discrete import DiscreteFactor
+    from pgmpy.inference import VariableElimination
+    from pgmpy.models import DiscreteMarkovNetwork
+
+    torch.set_num_threads(threads)
+    Exact().run(grid(3))
+    potentials = grid(size)
+    graph = potentials.graph
+    model = DiscreteMarkovNetwork()
+    names = [str(variable) for variable in range(graph.num_variables)]
+    model.add_nodes_from(names)
+    for factor, scope in enumerate(graph.scopes()):
+        if len(scope) == 2:
+            model.add_edge(names[scope[0]], names[scope[1]])
+        table = potentials.table(factor)[0].exp().numpy()
+        model.add_factors(DiscreteFactor([names[v] for v in scope], table.shape, table))
+    started = time.perf_counter()
+    theirs = []
+    for name in names:
+        theirs.append(VariableElimination(model).query([name], show_progress=False).values)
+    peer = time.perf_counter() - started
+    started = time.perf_counter()
+    ours = Exact().marginals(potentials).node_marginals[0]
+    first = time.perf_counter() - started
+    times = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        Exact().marginals(potentials)
+        times.append(time.perf_counter() - started)
+    gap = float(np.abs(ours.numpy() - np.array(theirs)).max())
+    row = {"grid": size, "peer_seconds": peer, "first_seconds": first, "seconds": statistics.median(times)}
+    return [row | {"largest_difference": gap}]
+
+
+def in_own_process(function: Callable[..., list[dict[str, Any]]], *arguments: object) -> list[dict[str, Any]]:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def show(console: Console, rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> None:
+    table = Table("case", "task", "plan s", "first s", "s", "tensors", "process", title="bucket elimination, float64")
+    for row in rows:
+        numbers = [f"{row[key]:.3f}" for key in ("plan_seconds", "first_seconds", "seconds")]
+        table.add_row(row["case"], row["task"], *numbers, human(row["tensor_bytes"]), human(row["process_bytes"]))
+    console.print(table)
+    if peers:
+        table = Table("grid", "pgmpy s", "first call s", "s", "ratio", "first ratio", "difference")
+        table.title = "all node marginals beside pgmpy's variable elimination"
+        for row in peers:
+            ratio, first = (row["peer_seconds"] / row[key] for key in ("seconds", "first_seconds"))
+            numbers = [f"{row[key]:.4f}" for key in ("peer_seconds", "first_seconds", "seconds")]
+            size = f"{row['grid']} x {row['grid']}"
+            table.add_row(size, *numbers, f"{ratio:.0f}", f"{first:.0f}", f"{row['largest_difference']:.0e}")
+        console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    console = Console()
+    rows = [row for name in CASES for row in in_own_process(measure_case, name, arguments.device, arguments.threads)]
+    peers = []
+    try:
+        import pgmpy
+    except ImportError:
+        console.print("pgmpy is not installed: the comparison with its variable elimination is left out")
+        version = None
+    else:
+        version = getattr(pgmpy, "__version__", "unknown")
+        for size in PEER_GRIDS:
+            peers += in_own_process(compare_with_peer, size, arguments.device, arguments.threads)
+    show(console, rows, peers)
+    if arguments.json:
+        device = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor()
+        environment = {
+            "command": " ".join(["python", *sys.argv]),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "pgmpy": version,
+            "device": device or platform.machine(),
+            "threads": arguments.threads,
+            "seed": SEED,
+        }
+        record = {"environment": environment, "cases": rows, "pgmpy": peers}
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
