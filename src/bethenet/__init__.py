@@ -8,6 +8,8 @@ from bethenet.potentials import UNOBSERVED, LogPotentials
 from bethenet.regions import RegionGraph
 from bethenet.result import InferenceResult, Status
 
+__version__ = "0.1.0"
+
 __all__ = [
     "UNOBSERVED",
     "Beliefs",

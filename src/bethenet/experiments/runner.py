@@ -1,0 +1,175 @@
+"""Running an experiment: cells that are computed once, kept as JSON, and skipped when a stopped run goes on.
+
+An experiment is a list of cells (one method on one kind of model, say) and a function that turns their figures into
+tables and plots. A cell's figures are written whole or not at all, together with the settings that they depend on; a
+run with ``resume`` takes over every cell whose settings are still the same.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import bethenet
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user can say about a run."""
+
+    output: Path
+    quick: bool = False
+    """Smaller in every direction, done in minutes on two cores; says nothing about the real figures."""
+    seeds: int | None = None
+    """How many random models or repetitions; the experiment's own number by default."""
+    device: str = "cpu"
+    resume: bool = False
+    data: Path | None = None
+    """A folder with the user's data, for experiments that need one."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One piece of an experiment."""
+
+    key: str
+    """A file name without ending."""
+    settings: Mapping[str, Any]
+    """All that its figures depend on; plain JSON."""
+    run: Callable[[], dict[str, Any]] = field(repr=False)
+    """Computes the figures; plain JSON."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Something to reproduce."""
+
+    name: str
+    title: str
+    cells: Callable[[Settings], list[Cell]]
+    report: Callable[[Settings, dict[str, dict[str, Any]]], list[Path]]
+    """Writes tables and plots from the figures of all cells by key; says which files a reader should open."""
+
+
+def run_experiment(experiment: Experiment, settings: Settings) -> list[Path]:
+    """Run what is missing, then report. Returns the files to open, the JSON of all figures among them."""
+    settings.output.mkdir(parents=True, exist_ok=True)
+    folder = settings.output / "cells" / experiment.name
+    folder.mkdir(parents=True, exist_ok=True)
+    cells = experiment.cells(settings)
+    figures: dict[str, dict[str, Any]] = {}
+    with progress() as bar:
+        task = bar.add_task(experiment.name, total=len(cells))
+        for cell in cells:
+            bar.update(task, description=f"{experiment.name}: {cell.key}")
+            figures[cell.key] = _figures(cell, folder / f"{cell.key}.json", settings)
+            bar.advance(task)
+    record = settings.output / f"{experiment.name}.json"
+    write_json(
+        record, {"experiment": experiment.name, "title": experiment.title, "quick": settings.quick, "cells": figures}
+    )
+    return [*experiment.report(settings, figures), record]
+
+
+def _figures(cell: Cell, path: Path, settings: Settings) -> dict[str, Any]:
+    wanted = {"settings": dict(cell.settings), "version": bethenet.__version__}
+    if settings.resume and path.exists():
+        try:
+            kept: dict[str, Any] = json.loads(path.read_text())
+        except ValueError:
+            kept = {}
+        if all(kept.get(name) == value for name, value in json.loads(json.dumps(wanted)).items()):
+            return kept
+    started = time.perf_counter()
+    computed = cell.run()
+    record = {
+        **wanted,
+        **computed,
+        "seconds": time.perf_counter() - started,
+        "environment": environment(settings.device),
+    }
+    write_json(path, record)
+    return record
+
+
+def progress() -> Progress:
+    """A progress bar on stderr; silent where that is no terminal."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+def environment(device: str) -> dict[str, Any]:
+    """What the figures were measured on."""
+    cuda = device.startswith("cuda") and torch.cuda.is_available()
+    return {
+        "bethenet": bethenet.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "processor": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON whole or not at all; non-finite numbers become null."""
+    write_text(path, json.dumps(_finite(content), indent=1) + "\n")
+
+
+def write_text(path: Path, content: str) -> None:
+    """Write a text file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _finite(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return value
+
+
+def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown; the first column to the left, the others to the right."""
+    names = list(header)
+    lines = ["| " + " | ".join(names) + " |", "|" + "|".join([":--", *["--:"] * (len(names) - 1)]) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def mean_and_error(values: Iterable[float | None]) -> tuple[float, float]:
+    """Mean and standard error (0 for a single value) of what is not missing; NaN where nothing is there."""
+    numbers = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
+    if numbers.numel() == 0:
+        return math.nan, math.nan
+    error = numbers.std().item() / math.sqrt(numbers.numel()) if numbers.numel() > 1 else 0.0
+    return numbers.mean().item(), error
