@@ -9,6 +9,7 @@ from typing import Any
 ENGINES = {
     "exact": "bethenet.inference.exact:Exact",
     "bp": "bethenet.inference.bp:BeliefPropagation",
+    "trw": "bethenet.inference.trw:TreeReweighted",
     "mean-field": "bethenet.inference.mean_field:MeanField",
     "descent": "bethenet.inference.descent:Descent",
 }

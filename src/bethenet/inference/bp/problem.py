@@ -22,9 +22,12 @@ from bethenet.beliefs import Beliefs
 from bethenet.errors import ImpossibleEvidenceError
 from bethenet.graph import FactorGraph
 from bethenet.inference.bp.kernels import Kernel, Mode, pack, spread, unpack
-from bethenet.inference.bp.wiring import NodeLayout, Wiring
+from bethenet.inference.bp.wiring import Bucket, Wiring
 from bethenet.numerics import log_normalize
 from bethenet.regions import RegionGraph
+
+BLOCK_ENTRIES = 2**16
+"""Long chains of operations are done for so many numbers at a time, so that what lies between stays in the cache."""
 
 Messages = list[Tensor]
 Weights = Sequence[Float[Tensor, " factors"]]
@@ -129,17 +132,23 @@ class Problem:
 
     def sums(self, messages: Messages) -> list[Sums]:
         """Per variable group, the field and all messages of each variable."""
-        return [
-            self._sums(field, part, layout)
-            for field, part, layout in zip(self.fields, messages, self.wiring.layouts, strict=True)
-        ]
+        result = []
+        for group, part in enumerate(messages):
+            pieces = [self._sum(group, part, bucket) for bucket in self.wiring.layouts[group].buckets]
+            finite = torch.cat([part[:0], *(piece.finite for piece in pieces)])
+            zeros = [piece.zeros for piece in pieces if piece.zeros is not None]
+            result.append(Sums(finite, torch.cat([part[:0], *zeros]) if self.has_impossible_tables else None))
+        return result
 
-    def _sums(self, field: Tensor, messages: Tensor, layout: NodeLayout) -> Sums:
+    def _sum(self, group: int, messages: Tensor, bucket: Bucket, block: slice = slice(None)) -> Sums:
+        """The sums of the variables of one degree, or of a block of them."""
+        planes = planes_of(messages, bucket)[:, block]
+        field = self.fields[group]
+        field = field[bucket.nodes][block] if field.shape[0] > 1 else field
         if not self.has_impossible_tables:
-            return Sums(_node_sum(field, messages, layout), None)
-        finite, zeros = split(messages)
-        field, field_zeros = split(field)
-        return Sums(_node_sum(field, finite, layout), _node_sum(field_zeros, zeros, layout))
+            return Sums(planes.sum(0) + field, None)
+        (finite, zeros), (field, field_zeros) = split(planes), split(field)
+        return Sums(finite.sum(0) + field, zeros.sum(0) + field_zeros)
 
     def cavity(self, sums: Sums, messages: Tensor, weights: Tensor | None) -> Tensor:
         """What a variable says to a factor: everything it knows but what the factor told it.
@@ -155,21 +164,23 @@ class Problem:
         finite = sums.finite - (finite if weights is None else finite / weights)
         return finite.masked_fill(sums.zeros - zeros > 0, -math.inf)
 
-    def cavities(self, sums: Sums, messages: Tensor, group: int) -> Tensor:
+    def cavities(self, group: int, messages: Tensor) -> Tensor:
         """The cavities of all slots of a variable group."""
         weights = None if self.slot_weights is None else self.slot_weights[group]
-        pieces = []
+        recorded = torch.is_grad_enabled()
+        result = messages[:0] if recorded else torch.empty_like(messages, memory_format=torch.contiguous_format)
         for bucket in self.wiring.layouts[group].buckets:
-            shape = (bucket.degree, bucket.nodes.stop - bucket.nodes.start)
-            zeros = None if sums.zeros is None else sums.zeros[bucket.nodes].unsqueeze(0)
-            pieces.append(
-                self.cavity(
-                    Sums(sums.finite[bucket.nodes].unsqueeze(0), zeros),
-                    messages[bucket.slots].unflatten(0, shape),
-                    None if weights is None else weights[bucket.slots].unflatten(0, shape),
-                ).flatten(0, 1)
-            )
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else messages
+            planes = planes_of(messages, bucket)
+            shares = None if weights is None else planes_of(weights, bucket)
+            for block in blocks(planes.shape[1], planes.shape[0] * planes.shape[2] * planes.shape[3], planes):
+                sums = self._sum(group, messages, bucket, block)
+                share = None if shares is None else shares[:, block]
+                cavity = self.cavity(sums, planes[:, block], share)
+                if recorded:
+                    result = torch.cat([result, cavity.flatten(0, 1)])
+                else:
+                    planes_of(result, bucket)[:, block] = cavity
+        return result
 
     # --- beliefs ----------------------------------------------------------------------------------------------------
 
@@ -183,7 +194,7 @@ class Problem:
         for part, layout in zip(sums, self.wiring.layouts, strict=True):
             total = unpack(part.total) if part.total.shape[-1] < layout.states else part.total
             nodes.append(total.index_select(0, layout.positions).transpose(0, 1))
-        cavities = [self.cavities(s, m, g) for g, (s, m) in enumerate(zip(sums, messages, strict=True))]
+        cavities = [self.cavities(group, part) for group, part in enumerate(messages)]
         factors = []
         for number, group in enumerate(self.graph.factor_groups):
             kernel = self.kernels[number]
@@ -238,10 +249,14 @@ def refuse_impossible(members: Tensor | None) -> None:
         raise ImpossibleEvidenceError(f"the evidence has probability zero in members {which[:8]} of the batch")
 
 
-def _node_sum(field: Tensor, messages: Tensor, layout: NodeLayout) -> Tensor:
-    pieces = []
-    for bucket in layout.buckets:
-        shape = (bucket.degree, bucket.nodes.stop - bucket.nodes.start)
-        pieces.append(messages[bucket.slots].unflatten(0, shape).sum(0))
-    summed = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else messages
-    return summed + field
+def planes_of(slots: Tensor, bucket: Bucket) -> Float[Tensor, "degree nodes batch width"]:
+    """The slots of the variables of one degree, variables side by side."""
+    return slots[bucket.slots].unflatten(0, (bucket.degree, bucket.nodes.stop - bucket.nodes.start))
+
+
+def blocks(members: int, entries: int, sample: Tensor) -> list[slice]:
+    """``members`` of so many entries each in blocks that stay in a processor's cache; one block where that is of no
+    use: on an accelerator, or where gradients are recorded.
+    """
+    size = members if torch.is_grad_enabled() or not sample.is_cpu else max(1, BLOCK_ENTRIES // max(1, entries))
+    return [slice(first, min(first + size, members)) for first in range(0, members, max(1, size))]

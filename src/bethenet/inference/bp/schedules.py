@@ -10,28 +10,25 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bethenet.inference.bp.kernels import CouplingKernel
-from bethenet.inference.bp.problem import Messages, Problem
-
-BLOCK_ENTRIES = 2**16
-"""Messages are renewed in blocks of so many numbers, so that what lies between is still in the cache."""
+from bethenet.inference.bp.problem import Messages, Problem, blocks
 
 Damping = Float[Tensor, " batch"] | float
-Blocks = Iterator[tuple[slice, Tensor]]
+Updates = Iterator[tuple[slice, Tensor]]
 
 
 def flood(problem: Problem, messages: Messages, damping: Damping) -> tuple[Messages, Float[Tensor, " batch"]]:
     """Renew every message from the old ones. Returns the new ones and the largest change, before damping."""
     worst = problem.no_change()
     result = []
-    for old, blocks in zip(messages, updates(problem, messages), strict=True):
+    for old, proposals in zip(messages, updates(problem, messages), strict=True):
         new: Tensor | None = None
-        for block, update in blocks:
+        for block, update in proposals:
             part, change = relaxed(problem, old[block], update, damping)
             worst = torch.maximum(worst, change.amax((0, 2)))
             if update.shape[0] == old.shape[0]:
                 new = part
             else:
-                new = torch.empty_like(old) if new is None else new
+                new = torch.empty_like(old, memory_format=torch.contiguous_format) if new is None else new
                 new[block] = part
         result.append(old if new is None else new)
     return result, worst
@@ -42,8 +39,8 @@ def flood_worst(
 ) -> tuple[Messages, Float[Tensor, " batch"]]:
     """Renew, in each member, the ``fraction`` of all messages that would change most."""
     proposals, changes = [], []
-    for old, blocks in zip(messages, updates(problem, messages), strict=True):
-        parts = [relaxed(problem, old[block], update, damping) for block, update in blocks]
+    for old, found in zip(messages, updates(problem, messages), strict=True):
+        parts = [relaxed(problem, old[block], update, damping) for block, update in found]
         proposals.append(torch.cat([part for part, _ in parts]) if parts else old)
         changes.append(torch.cat([change.amax(2) for _, change in parts]) if parts else old.new_zeros(old.shape[:2]))
     every = torch.cat(changes)
@@ -57,10 +54,9 @@ def flood_worst(
     return chosen, every.amax(0)
 
 
-def updates(problem: Problem, messages: Messages) -> list[Blocks]:
+def updates(problem: Problem, messages: Messages) -> list[Updates]:
     """What every message would be now, per variable group, block by block."""
-    sums = problem.sums(messages)
-    cavities = [problem.cavities(s, m, g) for g, (s, m) in enumerate(zip(sums, messages, strict=True))]
+    cavities = [problem.cavities(group, part) for group, part in enumerate(messages)]
     sent: dict[tuple[int, int], Tensor] = {}
     for number, kernel in enumerate(problem.kernels):
         readers = problem.graph.factor_groups[number].variable_groups
@@ -77,7 +73,7 @@ def updates(problem: Problem, messages: Messages) -> list[Blocks]:
     return [_blocks(problem, group, cavities[group], sent) for group in range(len(messages))]
 
 
-def _blocks(problem: Problem, group: int, cavities: Tensor, sent: dict[tuple[int, int], Tensor]) -> Blocks:
+def _blocks(problem: Problem, group: int, cavities: Tensor, sent: dict[tuple[int, int], Tensor]) -> Updates:
     layout, coupling = problem.wiring.layouts[group], problem.couplings[group]
     if layout.num_slots == 0:
         return
@@ -89,10 +85,7 @@ def _blocks(problem: Problem, group: int, cavities: Tensor, sent: dict[tuple[int
     reverse, kernel = problem.wiring.reverse[group], problem.kernels[problem.wiring.edges[group][0][0]]
     if reverse is None or not isinstance(kernel, CouplingKernel):
         raise TypeError("couplings by slot need pairwise factors that are couplings")
-    recorded = torch.is_grad_enabled() and cavities.requires_grad
-    size = layout.num_slots if recorded or cavities.is_cuda else max(1, BLOCK_ENTRIES // cavities.shape[1])
-    for first in range(0, layout.num_slots, size):
-        block = slice(first, min(first + size, layout.num_slots))
+    for block in blocks(layout.num_slots, cavities.shape[1], cavities):
         strength = coupling[block] if coupling.shape[0] > 1 else coupling
         update = kernel.couple(cavities.index_select(0, reverse[block]), strength)
         yield block, update if problem.slot_weights is None else update * problem.slot_weights[group][block]
