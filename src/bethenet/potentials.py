@@ -73,6 +73,7 @@ class LogPotentials:
         for number, (term, group) in enumerate(zip(self.node_terms, graph.variable_groups, strict=True)):
             self._check(f"node term {number}", term, group.variables.numel(), (group.states,), "variables")
         self.batch_size = self._common_batch_size()
+        self._zeros_found: list[bool] = []
 
     # --- builders ---------------------------------------------------------------------------------------------------
 
@@ -267,8 +268,14 @@ class LogPotentials:
 
     @cached_property
     def has_zeros(self) -> bool:
-        """Whether any configuration of any factor or variable is impossible (``-inf``). Looks at the numbers once."""
-        return any(bool((tensor == -math.inf).any()) for tensor in (*self.tables, *self.node_terms))
+        """Whether any configuration of any factor or variable is impossible (``-inf``).
+
+        The numbers are looked at once, for an object and those detached from it: each look waits for the device.
+        """
+        if not self._zeros_found:
+            found = [(tensor == -math.inf).any() for tensor in (*self.tables, *self.node_terms)]
+            self._zeros_found.append(bool(torch.stack(found).any()) if found else False)
+        return self._zeros_found[0]
 
     def table(self, factor: int) -> Float[Tensor, batch * table]:
         """The log-table(s) of one factor, without evidence."""
@@ -318,7 +325,9 @@ class LogPotentials:
 
     def detach(self) -> LogPotentials:
         """The same numbers as constants."""
-        return self.map(lambda tensor: tensor.detach())
+        result = self.map(lambda tensor: tensor.detach())
+        result._zeros_found = self._zeros_found
+        return result
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LogPotentials:
         """The same model on another device or in another floating-point type."""

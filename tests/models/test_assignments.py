@@ -67,6 +67,14 @@ def test_wrong_shapes_are_named(states):
         assignments.score(potentials, states)
 
 
+def test_small_integers_do_not_overflow():
+    graph = FactorGraph([20, 20, 20], [(0, 1, 2)])
+    potentials = LogPotentials.random(graph, generator=torch.Generator().manual_seed(0))
+    states = torch.tensor([[19, 18, 17], [3, 19, 1]])
+    for function in (assignments.score, assignments.pseudo_log_likelihood):
+        torch.testing.assert_close(function(potentials, states.to(torch.uint8)), function(potentials, states))
+
+
 def test_floating_states_are_refused():
     with pytest.raises(ValueError, match="integer states"):
         assignments.score(LogPotentials.random(FactorGraph.chain(4)), torch.zeros(5, 4))

@@ -36,6 +36,7 @@ def test_latent_variables_are_clamped_around():
     model = TableModel(FactorGraph([2, 3, 2], [(0, 1), (1, 2)], names=["a", "b", "c"]), observed=["c", "a"])
     data = torch.tensor([[1, 0], [0, 1]])
     assert model.complete(data).tolist() == [[0, -1, 1], [1, -1, 0]]
+    assert torch.equal(model.complete(data.to(torch.uint8)), model.complete(data))
     clamped = model.clamped(data)
     assert clamped.observed.tolist() == [[0, -1, 1], [1, -1, 0]]
     whole = torch.tensor([[0, 2, 1], [1, 0, 0]])

@@ -77,7 +77,10 @@ class Minibatches:
         order = self._order(number)
         for first in range(start * self.batch_size, self.samples, self.batch_size):
             indices = order[first : first + self.batch_size]
-            parts = tuple(_moved(part.index_select(0, indices.to(part.device)), self.device) for part in self.tensors)
+            parts = tuple(
+                _moved(part.index_select(0, indices.to(part.device, non_blocking=True)), self.device)
+                for part in self.tensors
+            )
             yield Batch(parts[0] if self.single else parts, indices.numel(), indices, self.samples)
 
     def _order(self, number: int) -> Tensor:

@@ -70,7 +70,7 @@ def _with_batch_axis(potentials: LogPotentials, states: Tensor) -> Tensor:
         )
     if states.is_floating_point():
         raise ValueError(f"expected integer states, got {states.dtype}")
-    return states.to(potentials.device)
+    return states.to(potentials.device).long()  # small integers would overflow as addresses
 
 
 def _cells(group: FactorGroup, states: Tensor, free: int | None) -> Tensor:

@@ -76,7 +76,7 @@ class IsingModel(Model):
 
     def log_potentials(self, evidence: Any = None) -> LogPotentials:
         """Tables ``(-h, h)`` and ``((J, -J), (-J, J))``."""
-        signs = self.fields.new_tensor([-1.0, 1.0])
+        signs = spins(torch.arange(2, device=self.fields.device), self.fields.dtype)
         tables = [
             self.fields.unsqueeze(-1) * signs
             if group.arity == 1

@@ -61,6 +61,9 @@ class TableModel(Model):
             self.observed = tuple(graph.variable_number(variable) for variable in observed)
             if len(set(self.observed)) != len(self.observed):
                 raise ValueError(f"observed: expected distinct variables, got {list(observed)}")
+        # on the device beforehand, so that no minibatch waits for it
+        self.register_buffer("_columns", torch.tensor(self.observed or (), dtype=torch.long), persistent=False)
+        self._columns: Tensor
 
     @classmethod
     def from_potentials(cls, potentials: LogPotentials, observed: Sequence[int | str] | None = None) -> TableModel:
@@ -90,9 +93,8 @@ class TableModel(Model):
             return data
         if data.shape[-1] != len(self.observed):
             raise ValueError(f"expected {len(self.observed)} columns, one an observed variable; got {data.shape[-1]}")
-        whole = data.new_full((*data.shape[:-1], self.graph.num_variables), UNOBSERVED)
-        whole[..., list(self.observed)] = data
-        return whole
+        whole = data.new_full((*data.shape[:-1], self.graph.num_variables), UNOBSERVED, dtype=torch.long)
+        return whole.index_copy(-1, self._columns.to(data.device), data.long())
 
     def score(self, data: Int[Tensor, "samples *models observed"]) -> Float[Tensor, "samples models"]:
         """See `Model.score`; for models without latent variables."""
