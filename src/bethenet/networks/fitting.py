@@ -102,7 +102,9 @@ def fit(
             group["lr"] = options.rate(step, max(elapsed, step / options.steps))
         loss, beliefs = network.loss(models if isinstance(models, LogPotentials) else models(step))
         optimizer.zero_grad(set_to_none=True)
-        loss.sum().backward() if isinstance(models, LogPotentials) else loss.mean().backward()
+        # a fixed batch is many fits at once; of a stream, graphs of all sizes count the same
+        total = loss.sum() if isinstance(models, LogPotentials) else loss.mean() / beliefs.graph.num_variables
+        total.backward()
         if options.clip is not None:
             torch.nn.utils.clip_grad_norm_(parameters, options.clip)
         optimizer.step()

@@ -12,7 +12,7 @@ from torch import Tensor
 from bethenet.beliefs import Beliefs, marginalize
 from bethenet.inference.coupling import consistent_beliefs
 from bethenet.networks.encoding import Encoding
-from bethenet.networks.fields import impossible_entries, unary_log_potentials
+from bethenet.networks.fields import impossible_entries, spread, unary_log_potentials
 from bethenet.numerics import NEGATIVE_INFINITY, log_normalize, safe_log, times_log
 from bethenet.potentials import LogPotentials
 from bethenet.regions import Containment, RegionGraph
@@ -57,6 +57,8 @@ class PenalizedHead:
         distance: d of equation 7 between a region's belief q and what its parent p says of it: ``l2``, the squared
             Euclidean distance; ``kl``, KL(q || p); ``reverse-kl``, KL(p || q).
         per_factor: divide by the number of factors, as equation 7 does. (The authors' Ising code does not.)
+        projections: before anything is made of them, scale the larger regions' beliefs to agree with those inside them
+            (iterative proportional fitting), so many times over. What disagreement is left is still penalised.
 
     Factors of a single variable have that variable's belief: they are neither predicted nor averaged over.
     """
@@ -64,6 +66,7 @@ class PenalizedHead:
     weight: float = 1.0
     distance: Literal["l2", "kl", "reverse-kl"] = "l2"
     per_factor: bool = True
+    projections: int = 0
 
     def __post_init__(self) -> None:
         if self.distance not in _DISTANCES:
@@ -100,6 +103,9 @@ class PenalizedHead:
                 alone = step.orphans.reshape(-1, *[1] * (total.dim() - 2))
                 average = torch.where(alone, predicted(step.group), average)
             tables[step.group] = average
+        if self.projections:
+            for step in reversed(plan.steps):
+                tables[step.group] = self._project(step.group, tables, regions)
         for edge in plan.unary:
             tables[edge.parent_group] = tables[edge.child_group][:, edge.children]
         batch = max((table.shape[0] for table in tables.values()), default=1)
@@ -115,6 +121,23 @@ class PenalizedHead:
                 total = total + _DISTANCES[self.distance](belief, said).flatten(1).sum(1)
         factors = beliefs.graph.num_factors if self.per_factor else 1
         return self.weight / max(factors, 1) * total
+
+
+    def _project(self, number: int, tables: dict[int, Tensor], regions: RegionGraph) -> Tensor:
+        """A group's beliefs scaled to those of the regions inside, which have been through this already."""
+        table = tables[number]
+        inside = [edge for edge in regions.containments if edge.parent_group == number]
+        for _ in range(self.projections):
+            for edge in inside:
+                said = _said(table, edge)
+                wanted = tables[edge.child_group][:, edge.children]
+                factor = torch.where(said == NEGATIVE_INFINITY, torch.zeros_like(said), wanted - said)
+                factor = spread(factor, edge.axes, table.dim() - 2)
+                if edge.covers_parents:
+                    table = table + factor
+                else:
+                    table = table.index_add(1, edge.parents, factor.expand(-1, -1, *table.shape[2:]))
+        return table
 
 
 @dataclass(frozen=True, eq=False)
