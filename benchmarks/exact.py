@@ -191,7 +191,8 @@ def compare_with_peer(size: int, _device: str, threads: int) -> list[dict[str, A
     started = time.perf_counter()
     theirs = []
     for name in names:
-        theirs.append(VariableElimination(model).query([name], show_progress=False).values)
+        values = VariableElimination(model).query([name], show_progress=False).values
+        theirs.append(values / values.sum())
     peer = time.perf_counter() - started
     started = time.perf_counter()
     ours = Exact().marginals(potentials).node_marginals[0]
