@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from bethenet.data import Corpus, SentenceBatches, read_ptb, shipped_text
-from bethenet.models import ChainBeliefPropagation, DirectedHMM, HMMOptions, UndirectedHMM
+from bethenet.models import ChainBeliefPropagation, ChainKikuchi, DirectedHMM, HMMOptions, UndirectedHMM
 
 Loss = Callable[[Tensor], Tensor]
 PEER_SENTENCES = 4
@@ -92,6 +92,8 @@ def epoch_rows(
         rows.append(
             (f"undirected, BP, {iterations} {schedule}", undirected, bethe_loss(undirected, engine)),
         )
+    kikuchi = ChainKikuchi(iterations=2)
+    rows.append(("undirected, Kikuchi, 2 iterations", undirected, bethe_loss(undirected, kikuchi)))
     results = []
     for name, model, loss in rows:
         results.append(show(name, [timed(model, loss, sample) for _ in range(arguments.repeats)], share))
@@ -101,21 +103,26 @@ def epoch_rows(
     return results
 
 
-def bethe_loss(model: UndirectedHMM, engine: ChainBeliefPropagation) -> Loss:
-    return lambda words: model.bethe_log_likelihood(words, engine)
+def bethe_loss(model: UndirectedHMM, engine: ChainBeliefPropagation | ChainKikuchi) -> Loss:
+    return lambda words: model.bethe_log_likelihood(words, engine).log_likelihood
 
 
 def crossover(arguments: argparse.Namespace, corpus: Corpus, sample: list[Tensor]) -> list[dict[str, object]]:
-    """Milliseconds of inference and gradient in one minibatch for growing K: exact against one sweep."""
+    """Milliseconds of a training step on one minibatch for growing K: exact, one sweep, two Kikuchi iterations."""
     middle = sorted(sample, key=lambda words: (words.shape[0], words.shape[1]))[len(sample) // 2]
-    engine = ChainBeliefPropagation("sweeps", 1)
+    sweep, kikuchi = ChainBeliefPropagation("sweeps", 1), ChainKikuchi(iterations=2)
     results: list[dict[str, object]] = []
     for states in (int(part) for part in arguments.crossover.split(",") if part):
         torch.manual_seed(arguments.seed)
         options = HMMOptions(states=states, embedding=arguments.embedding)
         model = UndirectedHMM(len(corpus.vocabulary), options).to(arguments.device)
         row: dict[str, object] = {"states": states, "sentences": middle.shape[0], "steps": middle.shape[1]}
-        for name, loss in (("exact", model.log_likelihood), ("one sweep", bethe_loss(model, engine))):
+        kinds = {
+            "exact": model.log_likelihood,
+            "one sweep": bethe_loss(model, sweep),
+            "two Kikuchi": bethe_loss(model, kikuchi),
+        }
+        for name, loss in kinds.items():
             try:
                 row[f"{name}, ms"] = round(1000 * min(timed(model, loss, [middle])[0] for _ in range(3)), 2)
             except MemoryError as error:

@@ -5,6 +5,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from bethenet import FactorGraph, LogPotentials
 from bethenet.models.chain_tables import ChainTables
 
 
@@ -38,3 +39,12 @@ def path_scores(kind: str, numbers: Tensor, unary: Tensor) -> tuple[Tensor, Tens
             history = [paths[:, step - lag] if lag <= step else start for lag in range(order, 0, -1)]
             total = total + numbers[(*history, here)]
     return paths, total
+
+
+def potentials_of(unary, transitions):
+    """The same chains for the general nouns: lag 1's edges first, as ``FactorGraph.chain`` numbers them."""
+    _, steps, states = unary.shape
+    order = transitions.shape[0]
+    graph = FactorGraph.chain(steps, states, order, unary=False)
+    rows = torch.cat([torch.full((steps - lag,), lag - 1) for lag in range(1, min(order, steps - 1) + 1)])
+    return LogPotentials(graph, [transitions[rows].unsqueeze(0)], [unary])

@@ -2,24 +2,15 @@ import math
 
 import pytest
 import torch
-from chains import random_tables, random_unary
+from chains import potentials_of, random_tables, random_unary
 
-from bethenet import Beliefs, FactorGraph, LogPotentials, RegionGraph, free_energy
+from bethenet import Beliefs, RegionGraph, free_energy
 from bethenet.inference.bp import BeliefPropagation
 from bethenet.models.chain_bp import ChainBeliefPropagation
 from bethenet.models.chain_dp import log_z
 from bethenet.models.chain_tables import ChainTables
 
 SCHEDULES = ["sweeps", "flooding"]
-
-
-def potentials_of(unary, transitions):
-    """The same chains for the general nouns: lag 1's edges first, as ``FactorGraph.chain`` numbers them."""
-    _, steps, states = unary.shape
-    order = transitions.shape[0]
-    graph = FactorGraph.chain(steps, states, order, unary=False)
-    rows = torch.cat([torch.full((steps - lag,), lag - 1) for lag in range(1, min(order, steps - 1) + 1)])
-    return LogPotentials(graph, [transitions[rows].unsqueeze(0)], [unary])
 
 
 def beliefs_of(found, graph, order):

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from chains import path_scores
 from bethenet import MemoryLimitError
 from bethenet.inference.bp import BeliefPropagation
 from bethenet.models.chain_bp import ChainBeliefPropagation
+from bethenet.models.chain_kikuchi import ChainKikuchi
 from bethenet.models.hidden_chain import HMMOptions
 from bethenet.models.hmm import UndirectedHMM
 from oracle import enumerate_model
@@ -124,16 +126,34 @@ def test_bethe_equals_the_general_engine_and_is_exact_at_order_one():
     model = model_of(3)
     general = BeliefPropagation(max_iterations=500, tolerance=1e-11)
     expected = general.run(model.log_potentials(words)).log_z - general.run(model.log_potentials(5)).log_z
-    torch.testing.assert_close(model.bethe_log_likelihood(words, engine), expected, atol=1e-7, rtol=0)
+    torch.testing.assert_close(model.bethe_log_likelihood(words, engine).log_likelihood, expected, atol=1e-7, rtol=0)
     clamped, free = model.bethe(words, engine), model.bethe(None, engine, steps=5)
     torch.testing.assert_close(clamped.log_z - free.log_z, expected, atol=1e-7, rtol=0)
     parameters = list(model.parameters())
-    ours = torch.autograd.grad(model.bethe_log_likelihood(words, engine).sum(), parameters)
+    ours = torch.autograd.grad(model.bethe_log_likelihood(words, engine).log_likelihood.sum(), parameters)
     theirs = torch.autograd.grad(expected.sum(), parameters)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
     first = model_of(1)
-    torch.testing.assert_close(first.bethe_log_likelihood(words, engine), first.log_likelihood(words))
+    found = first.bethe_log_likelihood(words, engine)
+    torch.testing.assert_close(found.log_likelihood, first.log_likelihood(words))
+
+
+@pytest.mark.parametrize("engine", [ChainBeliefPropagation(iterations=2), ChainKikuchi(iterations=2)])
+def test_bethe_of_padded_sentences_and_persistent_messages(engine):
+    model, words = model_of(3), words_of(3, 6)
+    lengths = torch.tensor([4, 6, 1])
+    padded = model.bethe_log_likelihood((words, lengths), engine)
+    for row, length in enumerate(lengths.tolist()):
+        alone = model.bethe_log_likelihood(words[row : row + 1, :length], engine)
+        torch.testing.assert_close(padded.log_likelihood[row], alone.log_likelihood[0], atol=1e-12, rtol=0)
+    first = model.bethe_log_likelihood(words, engine)
+    second = model.bethe_log_likelihood(words[:2], engine, first.free)
+    assert second.residual[-1] < first.residual[-1]
+    torch.testing.assert_close(second.residual[:2], first.residual[:2], atol=1e-12, rtol=0)
+    longer = model.bethe(None, replace(engine, iterations=4), steps=6)
+    clamped = model.bethe(words[:2], engine)
+    torch.testing.assert_close(second.log_likelihood, clamped.log_z - longer.log_z, atol=1e-12, rtol=0)
 
 
 def test_coupling_sizes_ignore_rows_and_columns():

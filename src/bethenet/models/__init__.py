@@ -2,6 +2,7 @@
 
 from bethenet.models.base import Model
 from bethenet.models.chain_bp import ChainBeliefPropagation
+from bethenet.models.chain_kikuchi import ChainKikuchi
 from bethenet.models.directed_hmm import DirectedHMM
 from bethenet.models.hidden_chain import HMMOptions
 from bethenet.models.hmm import UndirectedHMM
@@ -10,6 +11,7 @@ from bethenet.models.tables import TableModel
 
 __all__ = [
     "ChainBeliefPropagation",
+    "ChainKikuchi",
     "DirectedHMM",
     "HMMOptions",
     "IsingModel",

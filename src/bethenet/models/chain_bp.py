@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from bethenet.numerics import negative_entropy_terms, times_log
 
@@ -32,6 +33,15 @@ class ChainMessages(NamedTuple):
     """From each edge's earlier step to its later one."""
     backward: Float[Tensor, "order columns batch states"]
 
+    def from_row(self, row: int) -> ChainMessages:
+        """Of the batch's members from ``row`` on."""
+        return ChainMessages(self.forward[:, :, row:], self.backward[:, :, row:])
+
+    def after(self, rows: int) -> ChainMessages:
+        """The same behind ``rows`` members with uniform messages."""
+        padding = (0, 0, rows, 0)
+        return ChainMessages(functional.pad(self.forward, padding), functional.pad(self.backward, padding))
+
 
 @dataclass(frozen=True, eq=False)
 class ChainBeliefs:
@@ -44,6 +54,7 @@ class ChainBeliefs:
     """Largest change of a node's marginal in the last iteration."""
     messages: ChainMessages
     edges: EdgeFactors
+    order: int
 
     @property
     def node_marginals(self) -> Float[Tensor, "batch steps states"]:
@@ -52,14 +63,16 @@ class ChainBeliefs:
 
     def pair_marginals(self, lag: int) -> Float[Tensor, "batch edges states states"]:
         """P(z_t, z_{t+lag}) of each t, formed in full: for small chains and for looking at."""
-        edges = self.edges
-        row = len(edges.tables) - lag
+        edges, row = self.edges, self.order - lag
+        if not 0 <= row < len(edges.tables):
+            least = self.order - len(edges.tables) + 1
+            raise ValueError(f"lag: expected {least} to {self.order}, the lags that messages go along; got {lag}")
         steps = self.node_log_marginals.shape[1]
         pairs = torch.einsum("tbi,ij,tbj->btij", edges.earlier[row], edges.tables[row], edges.later[row])
         return pairs[:, : max(0, steps - lag)]
 
     def pair_sums(self, weights: Float[Tensor, " batch"] | None = None) -> Float[Tensor, "order states states"]:
-        """Sum over steps and (weighted) chains of the pairs' beliefs, one table a lag, lag 1 first."""
+        """Sum over steps and (weighted) chains of the pairs' beliefs, one table a lag, the shortest first."""
         edges = self.edges
         earlier = edges.earlier if weights is None else edges.earlier * weights.reshape(1, 1, -1, 1)
         return _pair_sums(earlier, edges.later, edges.tables)
@@ -113,7 +126,7 @@ class ChainBeliefPropagation:
             messages: of chains as long and as many.
         """
         with torch.no_grad():
-            passing = _Passing(self, unary.detach(), transitions.detach(), lengths, messages)
+            passing = Passing(self.damping, unary.detach(), transitions.detach(), lengths, messages)
             old = passing.node_log_marginals()
             residual = unary.new_full((unary.shape[0],), math.inf)
             for _ in range(self.iterations):
@@ -123,25 +136,32 @@ class ChainBeliefPropagation:
                 residual, old = change.amax((0, 2)), new
                 if self.tolerance and bool((residual <= self.tolerance).all()):
                     break
-            edges, value = passing.bethe(old)
-        marginals = old.transpose(0, 1)
-        weights = marginals.exp() * passing.real.transpose(0, 1)
-        log_z: Tensor = _Envelope.apply(value, unary, transitions, weights, *edges)
-        return ChainBeliefs(log_z, marginals, residual, ChainMessages(passing.forward, passing.backward), edges)
+            edges, energy = passing.edge_energy(old)
+            weights = old.exp() * passing.real
+            nodes = negative_entropy_terms(old) * passing.real - times_log(weights, passing.unary)
+            value = -energy - nodes.sum((0, 2))
+            value = value.masked_fill(passing.impossible, -math.inf)
+        log_z: Tensor = Envelope.apply(value, unary, transitions, weights.transpose(0, 1), *edges)
+        messages = ChainMessages(passing.forward, passing.backward)
+        return ChainBeliefs(log_z, old.transpose(0, 1), residual, messages, edges, passing.order)
 
 
-class _Passing:
-    """Messages on their way. ``unary`` is kept with the steps first, the tables with the longest lag first."""
+class Passing:
+    """Messages on their way along the lags over ``core``: belief propagation where that is 0.
+
+    ``unary`` is kept with the steps first, the tables with the longest lag first.
+    """
 
     def __init__(
         self,
-        options: ChainBeliefPropagation,
+        damping: float,
         unary: Tensor,
         transitions: Tensor,
         lengths: Tensor | None,
         messages: ChainMessages | None,
+        core: int = 0,
     ) -> None:
-        self.damping = options.damping
+        self.damping = damping
         batch, self.steps, states = unary.shape
         self.order = transitions.shape[0]
         if transitions.shape[1:] != (states, states):
@@ -153,16 +173,16 @@ class _Passing:
         hopeless = (unary.amax(2) == -math.inf) & self.real.squeeze(2).T.bool()
         self.unary = unary.masked_fill(hopeless.unsqueeze(2), 0.0).transpose(0, 1).contiguous()
         self.impossible = hopeless.any(1)
-        tables = transitions.flip(0)
+        tables = transitions[core:].flip(0)
         self.maxima = tables.amax((1, 2))
         self.tables = (tables - self.maxima.reshape(-1, 1, 1)).exp()
-        shape = (self.order, self.order + self.steps, batch, states)
+        shape = (self.order - core, self.order + self.steps, batch, states)
         if messages is None:
             messages = ChainMessages(unary.new_zeros(shape), unary.new_zeros(shape))
         elif messages.forward.shape != shape:
             raise ValueError(f"messages: expected shape {list(shape)}, got {list(messages.forward.shape)}")
         self.forward, self.backward = messages.forward.clone(), messages.backward.clone()
-        lag = torch.arange(self.order, 0, -1, device=unary.device)
+        lag = torch.arange(self.order, core, -1, device=unary.device)
         ends = step + lag.unsqueeze(1)
         self.partners = ends.clamp(max=self.steps - 1)
         inside = ends.unsqueeze(2) < self.steps if lengths is None else ends.unsqueeze(2) < lengths
@@ -198,7 +218,7 @@ class _Passing:
     def flood(self) -> None:
         """All messages from the previous ones."""
         order, steps = self.order, self.steps
-        known = self.unary + self.backward[:, order:].sum(0) + self._arriving()
+        known = self.known()
         forward, backward = self.forward[:, order:], self.backward[:, order:]
         new_forward = self._pass((known - backward).flatten(1, 2), self.tables, forward.flatten(1, 2))
         later = known[self.partners] - forward
@@ -210,29 +230,33 @@ class _Passing:
     def _arriving(self) -> Tensor:
         """For each step the sum of what earlier steps sent it."""
         total = torch.zeros_like(self.unary)
-        for row in range(self.order):
+        for row in range(len(self.forward)):
             # row M - l holds lag l: what reaches step t left at t - l, that is column t + row
             total += self.forward[row, row : row + self.steps]
         return total
 
-    def _known(self) -> Tensor:
-        return self.unary + self.backward[:, self.order :].sum(0) + self._arriving()
+    def received(self) -> Float[Tensor, "steps batch states"]:
+        """Sum of all log-messages to each step."""
+        return self.backward[:, self.order :].sum(0) + self._arriving()
+
+    def known(self) -> Float[Tensor, "steps batch states"]:
+        """Log-beliefs of the single states, up to a constant."""
+        return self.unary + self.received()
 
     def node_log_marginals(self) -> Float[Tensor, "steps batch states"]:
         """Log-beliefs of the single states."""
-        return self._known().log_softmax(-1)
+        return self.known().log_softmax(-1)
 
-    def bethe(self, node_log_marginals: Tensor) -> tuple[EdgeFactors, Float[Tensor, " batch"]]:
-        """The pair beliefs as products, and minus the Bethe free energy (equation 1).
+    def edge_energy(self, known: Tensor) -> tuple[EdgeFactors, Float[Tensor, " batch"]]:
+        """The pair beliefs as products, given the nodes' log-beliefs, and what the edges add to the free energy
+        (equation 1): each its own term, less the negative entropies of its two nodes.
 
-        With log-cavities a, b of an edge's two ends its belief is exp(a_i + W_ij + b_j) / z, so its term of the free
-        energy, sum belief (log belief - W), is <belief_i, a> + <belief_j, b> - log z: no table is formed.
+        With log-cavities a, b of an edge's two ends its belief is exp(a_i + W_ij + b_j) / z, so its term, sum belief
+        (log belief - W), is <belief_i, a> + <belief_j, b> - log z: no table is formed.
         """
-        order = self.order
-        known = self._known()
-        shape = (order, self.steps, known.shape[1], known.shape[2])
-        first = (known - self.backward[:, order:]).log_softmax(-1)
-        second = (known[self.partners] - self.forward[:, order:]).log_softmax(-1)
+        shape = self.backward[:, self.order :].shape
+        first = (known - self.backward[:, self.order :]).log_softmax(-1)
+        second = (known[self.partners] - self.forward[:, self.order :]).log_softmax(-1)
         earlier, later = first.exp(), second.exp()
         reached = torch.bmm(earlier.flatten(1, 2), self.tables).reshape(shape)
         back = torch.bmm(later.flatten(1, 2), self.tables.transpose(1, 2)).reshape(shape)
@@ -241,37 +265,38 @@ class _Passing:
         terms = times_log(earlier * back, first) + times_log(reached * later, second)
         constants = total.log().squeeze(-1) + self.maxima.reshape(-1, 1, 1)
         edges = (terms * share).sum(-1) - constants * self.edge_real.squeeze(-1)
-        beginning = self.edge_real.sum(0)
-        ending = torch.zeros_like(beginning).index_add_(0, self.partners.flatten(), self.edge_real.flatten(0, 1))
-        counting = 1 - beginning - ending
-        nodes = counting * negative_entropy_terms(node_log_marginals)
-        nodes = (nodes - times_log(node_log_marginals.exp(), self.unary)) * self.real
-        value = (-edges.sum((0, 1)) - nodes.sum((0, 2))).masked_fill(self.impossible, -math.inf)
-        return EdgeFactors(earlier * share, self.tables, later), value
+        degrees = self.edge_real.sum(0)
+        degrees = degrees.index_add(0, self.partners.flatten(), self.edge_real.flatten(0, 1))
+        nodes = (negative_entropy_terms(known) * degrees).sum((0, 2))
+        return EdgeFactors(earlier * share, self.tables, later), edges.sum((0, 1)) - nodes
 
 
-class _Envelope(torch.autograd.Function):
-    """Minus the free energy, with the beliefs as its gradient."""
+class Envelope(torch.autograd.Function):
+    """A value with given gradients: ``marginals`` (if any) in ``unary``, the sums of the pairs' beliefs in
+    ``transitions``. The sums are weighted by the incoming gradient, so they are formed only when it is there.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         value: Tensor,
-        unary: Tensor,
+        unary: Tensor | None,
         transitions: Tensor,
-        marginals: Tensor,
+        marginals: Tensor | None,
         earlier: Tensor,
         tables: Tensor,
         later: Tensor,
     ) -> Tensor:
+        """The value."""
         ctx.save_for_backward(marginals, earlier, tables, later)
         return value.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The beliefs."""
         marginals, earlier, tables, later = ctx.saved_tensors
-        unary = marginals * gradient.reshape(-1, 1, 1)
+        unary = None if marginals is None else marginals * gradient.reshape(-1, 1, 1)
         transitions = _pair_sums(earlier * gradient.reshape(1, 1, -1, 1), later, tables)
         return (None, unary, transitions, None, None, None, None)
 

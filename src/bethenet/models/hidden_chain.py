@@ -146,7 +146,7 @@ class HiddenChain(Model):
         if evidence is None or isinstance(evidence, int):
             graph = self.chain_graph(self.options.length if evidence is None else evidence)
             return LogPotentials(graph, self._graph_tables(graph))
-        words, lengths = _split(evidence)
+        words, lengths = split(evidence)
         if lengths is not None and bool((lengths != words.shape[1]).any()):
             raise ValueError("log_potentials: a graph has one length; expected sentences of equal length, got padded")
         graph = self.chain_graph(words.shape[1])
@@ -154,7 +154,7 @@ class HiddenChain(Model):
 
     def unclamped(self, data: Sentences) -> LogPotentials:
         """The chain as long as the sentences, with no words observed."""
-        return self.log_potentials(_split(data)[0].shape[1])
+        return self.log_potentials(split(data)[0].shape[1])
 
     # --- exact inference --------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class HiddenChain(Model):
 
     def score(self, data: Sentences) -> Float[Tensor, " batch"]:
         """Log of the unnormalised probability of each sentence (nats), the states summed out exactly."""
-        words, lengths = _split(data)
+        words, lengths = split(data)
         options = self.options
         return log_z(
             self.unary(words), self.tables(), lengths, domain=options.domain, memory_limit=options.memory_limit
@@ -176,7 +176,7 @@ class HiddenChain(Model):
 
         The chain without words is one more row of the batch.
         """
-        words, lengths = _split(data)
+        words, lengths = split(data)
         unary = self.unary(words)
         prefixes = self._prefixes(torch.cat([unary, torch.zeros_like(unary[:1])]), self.tables())
         if lengths is None:
@@ -186,7 +186,7 @@ class HiddenChain(Model):
 
     def posterior(self, data: Sentences) -> Float[Tensor, "batch steps states"]:
         """P(z_t = k | sentence); zeros at and after a sentence's length. A constant: no gradient flows through it."""
-        words, lengths = _split(data)
+        words, lengths = split(data)
         with torch.no_grad():
             unary, tables = self.unary(words), self.tables()
         with torch.enable_grad():
@@ -197,7 +197,7 @@ class HiddenChain(Model):
 
     def most_likely_states(self, data: Sentences) -> tuple[Int[Tensor, "batch steps"], Float[Tensor, " batch"]]:
         """The most probable sequence of states of each sentence (Viterbi for order M) and log P(states | sentence)."""
-        words, lengths = _split(data)
+        words, lengths = split(data)
         options = self.options
         with torch.no_grad():
             unary, tables = self.unary(words), self.tables()
@@ -207,7 +207,7 @@ class HiddenChain(Model):
 
     def joint_log_likelihood(self, data: Sentences, states: Int[Tensor, "batch steps"]) -> Float[Tensor, " batch"]:
         """Log P(sentence, states | its length) in nats: what learning from tagged sentences maximises."""
-        words, lengths = _split(data)
+        words, lengths = split(data)
         tables = self.tables()
         terms = self.unary(words).gather(2, states.unsqueeze(2)).squeeze(2)
         normaliser = self.log_partition(words.shape[1])
@@ -223,7 +223,7 @@ class HiddenChain(Model):
         self, data: Sentences, samples: int = 1, generator: torch.Generator | None = None
     ) -> Int[Tensor, "samples batch steps"]:
         """Exact samples of the states given each sentence."""
-        words, lengths = _split(data)
+        words, lengths = split(data)
         with torch.no_grad():
             unary, tables = self.unary(words), self.tables()
         return sample_paths(unary, tables, lengths, samples=samples, domain=self.options.domain, generator=generator)
@@ -243,7 +243,8 @@ class HiddenChain(Model):
         return prefix_log_z(unary, tables, domain=self.options.domain, memory_limit=self.options.memory_limit)
 
 
-def _split(data: Sentences) -> tuple[Tensor, Tensor | None]:
+def split(data: Sentences) -> tuple[Int[Tensor, "batch steps"], Int[Tensor, " batch"] | None]:
+    """(words, lengths or nothing), checked."""
     words, lengths = (data, None) if isinstance(data, Tensor) else data
     if words.dim() != 2 or words.is_floating_point() or words.shape[1] == 0:
         raise ValueError(f"expected integer words [batch, steps], got {words.dtype} of shape {list(words.shape)}")

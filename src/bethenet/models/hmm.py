@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from bethenet.graph import FactorGraph
 from bethenet.models.chain_bp import ChainBeliefPropagation, ChainBeliefs, ChainMessages
+from bethenet.models.chain_kikuchi import ChainKikuchi
 from bethenet.models.chain_tables import ChainTables
-from bethenet.models.hidden_chain import HiddenChain, HMMOptions, ResidualNorm
+from bethenet.models.hidden_chain import HiddenChain, HMMOptions, ResidualNorm, Sentences, split
+
+
+class BetheLikelihood(NamedTuple):
+    """What `UndirectedHMM.bethe_log_likelihood` says of a batch of sentences."""
+
+    log_likelihood: Float[Tensor, " batch"]
+    """Approximation of log P(sentence | its length) in nats; differentiable."""
+    free: ChainMessages
+    """Of the chains without words, to go on from."""
+    residual: Float[Tensor, " rows"]
+    """Of the sentences, then of the chains without words."""
 
 
 class UndirectedHMM(HiddenChain):
@@ -55,13 +69,13 @@ class UndirectedHMM(HiddenChain):
     def bethe(
         self,
         words: Int[Tensor, "batch steps"] | None,
-        engine: ChainBeliefPropagation,
+        engine: ChainBeliefPropagation | ChainKikuchi,
         *,
         steps: int | None = None,
         lengths: Int[Tensor, " batch"] | None = None,
         messages: ChainMessages | None = None,
     ) -> ChainBeliefs:
-        """Belief propagation in the chains given ``words``, or in one chain of ``steps`` steps with no words observed.
+        """Belief propagation or Kikuchi's in the chains given ``words``, or in one chain of ``steps`` steps without.
 
         ``log_z`` of the result is differentiable in the model's parameters.
         """
@@ -72,15 +86,26 @@ class UndirectedHMM(HiddenChain):
         return engine.run(unary, transitions, messages=messages)
 
     def bethe_log_likelihood(
-        self, words: Int[Tensor, "batch steps"], engine: ChainBeliefPropagation
-    ) -> Float[Tensor, " batch"]:
-        """Bethe's approximation of `log_likelihood` (nats): -l_F of the paper, both log Z by belief propagation.
+        self, data: Sentences, engine: ChainBeliefPropagation | ChainKikuchi, free: ChainMessages | None = None
+    ) -> BetheLikelihood:
+        """Bethe's or Kikuchi's approximation of `log_likelihood` (nats): -l_F of the paper, both log Z by ``engine``.
 
-        The chain without words is one more row of the batch.
+        Args:
+            data: sentences. Of equal length: the chain without words is one more row of the batch. Padded: there is
+                one such row for each sentence.
+            engine: what infers.
+            free: messages to start the rows without words from: an earlier result's ``free``, for the same lengths.
         """
+        words, lengths = split(data)
+        batch = len(words)
         unary = self.unary(words)
-        beliefs = engine.run(torch.cat([unary, torch.zeros_like(unary[:1])]), self.transitions())
-        return beliefs.log_z[:-1] - beliefs.log_z[-1]
+        rows = torch.zeros_like(unary if lengths is not None else unary[:1])
+        both = None if lengths is None else torch.cat([lengths, lengths])
+        start = None if free is None else free.after(batch)
+        found = engine.run(torch.cat([unary, rows]), self.transitions(), both, messages=start)
+        return BetheLikelihood(
+            found.log_z[:batch] - found.log_z[batch:], found.messages.from_row(batch), found.residual
+        )
 
     def _scopes(self, steps: int) -> FactorGraph:
         return FactorGraph.chain(steps, self.options.states, self.options.order, unary=False)
