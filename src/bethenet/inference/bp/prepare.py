@@ -149,6 +149,6 @@ def _rounding(potentials: LogPotentials) -> Tensor:
     widest = torch.ones((), dtype=potentials.dtype, device=potentials.device)
     for table in potentials.tables:
         if table.dim() >= 4 and table.numel():
-            finite = table.detach().masked_fill(table == -math.inf, 0.0)
+            finite = table.detach().masked_fill(~torch.isfinite(table), 0.0)
             widest = torch.maximum(widest, finite.abs().amax())
     return 8 * torch.finfo(potentials.dtype).eps * widest

@@ -126,9 +126,11 @@ class Problem:
             return messages
         return [pack(m) if y.states == 2 else m for m, y in zip(messages, self.wiring.layouts, strict=True)]
 
-    def normalized(self, messages: Tensor) -> Tensor:
-        """Messages scaled to sum to one; log-odds are free of scale already."""
-        return messages if messages.shape[-1] == 1 and not self.has_impossible_tables else log_normalize(messages, -1)
+    def normalized(self, messages: Tensor, states: int) -> Tensor:
+        """Messages with their scale fixed: probabilities that sum to one, or (for log-odds) ``0`` at the first state."""
+        if states != 2:
+            return log_normalize(messages, -1)
+        return _unpack_hard(pack(messages)) if self.has_impossible_tables else messages
 
     def sums(self, messages: Messages) -> list[Sums]:
         """Per variable group, the field and all messages of each variable."""
@@ -232,8 +234,8 @@ def message_width(states: int) -> int:
 
 
 def _unpack_hard(log_odds: Tensor) -> Tensor:
-    """Log-messages that sum to one. The log-odds of a contradiction (both states impossible) are NaN."""
-    return torch.where(torch.isnan(log_odds), -math.inf, log_normalize(unpack(log_odds), -1))
+    """`unpack`, where the log-odds of a contradiction (both states impossible) are NaN."""
+    return torch.where(torch.isnan(log_odds), -math.inf, unpack(log_odds))
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,7 @@ def flood_worst(
         parts = [relaxed(problem, old[block], update, damping) for block, update in found]
         proposals.append(torch.cat([part for part, _ in parts]) if parts else old)
         changes.append(torch.cat([change.amax(2) for _, change in parts]) if parts else old.new_zeros(old.shape[:2]))
-    every = torch.cat(changes)
+    every = torch.cat([problem.no_change()[None, :][:0], *changes])
     if not every.shape[0]:
         return messages, problem.no_change()
     threshold = every.topk(max(1, math.ceil(fraction * every.shape[0])), dim=0, sorted=True).values[-1]
@@ -59,7 +59,8 @@ def updates(problem: Problem, messages: Messages) -> list[Updates]:
     cavities = [problem.cavities(group, part) for group, part in enumerate(messages)]
     sent: dict[tuple[int, int], Tensor] = {}
     for number, kernel in enumerate(problem.kernels):
-        readers = problem.graph.factor_groups[number].variable_groups
+        group = problem.graph.factor_groups[number]
+        readers = group.variable_groups
         if kernel is None or problem.couplings[readers[0]] is not None:
             continue
         incoming = [
@@ -68,7 +69,7 @@ def updates(problem: Problem, messages: Messages) -> list[Updates]:
         ]
         for axis in range(len(readers)):
             others = [None if other == axis else part for other, part in enumerate(incoming)]
-            message = problem.normalized(kernel.message(others, axis, None))
+            message = problem.normalized(kernel.message(others, axis, None), group.table_shape[axis])
             sent[number, axis] = message if problem.weights is None else message * problem.weights[number]
     return [_blocks(problem, group, cavities[group], sent) for group in range(len(messages))]
 

@@ -52,7 +52,8 @@ def _send(problem: Problem, messages: Messages, sums: list[Sums], damping: Dampi
         slots, nodes = ends
         here = _at(sums[reader], nodes)
         incoming.append(problem.cavity(here, messages[reader].index_select(0, slots), weights))
-    update = problem.normalized(kernel.message(incoming, sending.axis, sending.factors))
+    message = kernel.message(incoming, sending.axis, sending.factors)
+    update = problem.normalized(message, group.table_shape[sending.axis])
     if weights is not None:
         update = update * weights
     reader = group.variable_groups[sending.axis]

@@ -77,10 +77,11 @@ class Wiring:
         """
         result: list[Tensor | None] = []
         for layout, edges in zip(self.layouts, self.edges, strict=True):
-            if [axis for _, axis in edges] != [0, 1] or edges[0][0] != edges[1][0]:
+            slots = self.slots[edges[0][0]] if edges else ()
+            if len(edges) != 2 or len(slots) != 2 or edges[0][0] != edges[1][0]:
                 result.append(None)
                 continue
-            first, second = self.slots[edges[0][0]]
+            first, second = slots
             reverse = torch.arange(layout.num_slots, dtype=torch.int32, device=first.device)
             reverse[first.long()] = second
             reverse[second.long()] = first
