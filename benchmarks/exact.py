@@ -36,7 +36,7 @@ from bethenet.inference.exact.memory import human
 
 SEED = 0
 REPEATS = 5
-PEER_GRIDS = (3, 4, 5, 6, 7)
+PEER_GRIDS = (4, 6, 8, 10, 12)
 
 
 def grid(size: int) -> LogPotentials:
@@ -251,7 +251,7 @@ def main() -> None:
     if arguments.json:
         device = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor()
         environment = {
-            "command": " ".join(["python", *sys.argv]),
+            "command": f"python benchmarks/exact.py --device {arguments.device} --threads {arguments.threads}",
             "python": platform.python_version(),
             "torch": torch.__version__,
             "pgmpy": version,

@@ -16,7 +16,7 @@ from bethenet.errors import ImpossibleEvidenceError
 from bethenet.inference.exact import Exact
 from bethenet.inference.exact.domains import Logarithmic
 from bethenet.inference.exact.elimination import forward, marginals
-from bethenet.inference.exact.planning import planner_for
+from bethenet.inference.exact.planning import MOST_PLANNERS, planner_for
 from bethenet.result import Status
 from oracle import enumerate_model, models
 
@@ -370,6 +370,17 @@ def test_samples_follow_their_generator() -> None:
     assert torch.equal(one, again)
     assert not torch.equal(one, Exact().sample(potentials, 50, generator(6)))
     assert Exact().sample(potentials, 0).shape == (0, 1, 9)
+
+
+def test_plans_are_kept_with_the_graph_but_not_for_ever() -> None:
+    potentials = LogPotentials.random(FactorGraph.chain(8), generator=generator())
+    planner = planner_for(potentials)
+    assert planner_for(potentials) is planner
+    masks = list(itertools.product([-1, 0], repeat=8))
+    for mask in masks[1 : MOST_PLANNERS + 1]:
+        planner_for(potentials.clamp(torch.tensor(mask)))
+    assert planner_for(potentials) is not planner
+    assert planner_for(potentials) is planner_for(potentials.graph)
 
 
 # --- options --------------------------------------------------------------------------------------------------------

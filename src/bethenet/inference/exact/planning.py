@@ -30,6 +30,9 @@ LARGEST_AT_ONCE = 12.0
 HOPELESS = 1 << 48
 """Entries of messages beyond which no plan is made in detail."""
 
+MOST_PLANNERS = 64
+"""Sets of observed variables whose plans are kept with a graph; the oldest go first."""
+
 Order = str | tuple[int, ...]
 
 
@@ -144,4 +147,10 @@ def planner_for(model: FactorGraph | LogPotentials) -> Planner:
     observed = np.zeros(graph.num_variables, dtype=bool)
     if isinstance(model, LogPotentials) and model.observed is not None:
         observed = (model.observed >= 0).all(0).cpu().numpy()
-    return graph.compiled_as(("exact", observed.tobytes()), lambda: Planner(graph, observed))
+    planners: dict[bytes, Planner] = graph.compiled_as("exact planners", dict)
+    key = observed.tobytes()
+    planner = planners.pop(key, None) or Planner(graph, observed)
+    planners[key] = planner
+    if len(planners) > MOST_PLANNERS:
+        del planners[next(iter(planners))]
+    return planner
