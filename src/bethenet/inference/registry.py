@@ -10,8 +10,8 @@ ENGINES = {
     "exact": "bethenet.inference.exact:Exact",
     "bp": "bethenet.inference.bp:BeliefPropagation",
     "trw": "bethenet.inference.trw:TreeReweighted",
+    "gbp": "bethenet.inference.gbp:GeneralizedBeliefPropagation",
     "mean-field": "bethenet.inference.mean_field:MeanField",
-    "descent": "bethenet.inference.descent:Descent",
 }
 """Where each engine's class is; it is imported when it is asked for."""
 
