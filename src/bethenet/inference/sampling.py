@@ -48,6 +48,7 @@ class GibbsSampler:
         base: log-weights of each variable's states ``[batch | 1, variables | 1, states]`` per variable group: the
             independent distribution at inverse temperature 0. Uniform by default.
 
+    >>> from bethenet import FactorGraph
     >>> model = LogPotentials.random(FactorGraph.grid(3, 3), generator=torch.Generator().manual_seed(0))
     >>> sampler, generator = GibbsSampler(model), torch.Generator().manual_seed(1)
     >>> states = sampler.sweep(sampler.start(chains=100, generator=generator), 10, generator=generator)
