@@ -16,6 +16,10 @@ MAX_PATHS = 5_000_000
 """Paths followed at once: some hundreds of megabytes."""
 
 
+class TooManyPathsError(ValueError):
+    """There are more paths than can be followed at once."""
+
+
 def neighbours(graph: FactorGraph) -> sparse.csr_array:
     """The symmetric 0/1 matrix of which variables stand together in some factor's scope."""
     pairs = [np.zeros((0, 2), dtype=np.int64)]
@@ -38,7 +42,7 @@ def chordless_cycles(graph: FactorGraph, max_length: int) -> Iterator[Integers]:
     Yields one array ``[cycles, length]`` a length (perhaps with no rows), shortest first, so that a caller may stop.
 
     Raises:
-        ValueError: there are too many paths to follow; says how long a cycle can be had.
+        TooManyPathsError: there are too many paths to follow; says how long a cycle can be had.
     """
     matrix = neighbours(graph)
     edges = _Edges(matrix)
@@ -47,7 +51,7 @@ def chordless_cycles(graph: FactorGraph, max_length: int) -> Iterator[Integers]:
     for length in range(3, max_length + 1):
         degrees = edges.degrees[paths[:, -1]]
         if degrees.sum() > MAX_PATHS:
-            raise ValueError(
+            raise TooManyPathsError(
                 f"there are too many cycles to look at those of {length} variables "
                 f"({degrees.sum()} paths); ask for max_length={length - 1}, or name the clusters"
             )

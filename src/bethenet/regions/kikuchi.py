@@ -7,8 +7,7 @@ each variable and each factor is counted once in all.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -16,88 +15,20 @@ from scipy import sparse
 from torch import Tensor
 
 from bethenet.graph import FactorGraph
-from bethenet.regions.cycles import Integers, chordless_cycles
+from bethenet.regions.clusters import Clusters, check_table_sizes, find_clusters
+from bethenet.regions.cycles import Integers
 from bethenet.regions.regions import Containment, FactorHome, RegionGraph, RegionGroup
-
-Clusters = str | Integers | Tensor | Iterable[Sequence[int | str] | Integers | Tensor]
-
-AUTO_LENGTH = 4
-"""``"auto"`` takes the cycles up to this length."""
-AUTO_ENTRIES = 2**16
-"""``"auto"`` passes over clusters with larger tables."""
 
 
 def kikuchi_regions(graph: FactorGraph, clusters: Clusters, max_length: int, max_table_entries: int) -> RegionGraph:
     """See `RegionGraph.kikuchi`."""
-    found = [scopes for scopes in _outer(graph, clusters, max_length) if scopes.shape[1] > 1]
-    _check_sizes(graph, found, max_table_entries)
+    found = [block for block in find_clusters(graph, clusters, max_length) if block.shape[1] > 1]
+    check_table_sizes(graph, found, max_table_entries)
     scopes = [group.variables.cpu().numpy() for group in graph.factor_groups if group.arity > 1]
     clusters_by_size = _maximal(graph.num_variables, _by_size([*found, *scopes]))
     by_size = _close(graph.num_variables, clusters_by_size)
     by_size[1] = np.arange(graph.num_variables).reshape(-1, 1)
     return _Lattice(graph, by_size).regions()
-
-
-# --- clusters -----------------------------------------------------------------------------------------------------
-
-
-def _outer(graph: FactorGraph, clusters: Clusters, max_length: int) -> list[Integers]:
-    """The clusters asked for, each sorted, as arrays ``[clusters, size]``."""
-    if not isinstance(clusters, str):
-        return list(_given(graph, clusters))
-    if clusters == "plaquettes":
-        return list(chordless_cycles(graph, 4))[1:]
-    if clusters == "cycles":
-        if max_length < 3:
-            raise ValueError(f"max_length: a cycle has at least 3 variables, got {max_length}")
-        return list(chordless_cycles(graph, max_length))
-    if clusters == "auto":
-        counts = graph.state_counts.cpu().numpy()
-        return [found[_entries(counts, found) <= AUTO_ENTRIES] for found in chordless_cycles(graph, AUTO_LENGTH)]
-    raise ValueError(f'clusters: expected "auto", "plaquettes", "cycles" or lists of variables; got {clusters!r}')
-
-
-def _given(graph: FactorGraph, clusters: Iterable[Sequence[int | str] | Integers | Tensor]) -> Iterator[Integers]:
-    if isinstance(clusters, Tensor | np.ndarray):
-        blocks = [np.asarray(clusters.cpu() if isinstance(clusters, Tensor) else clusters)]
-    else:
-        blocks = []
-        for cluster in clusters:
-            if isinstance(cluster, Tensor | np.ndarray) and cluster.ndim == 2:
-                blocks.append(np.asarray(cluster.cpu() if isinstance(cluster, Tensor) else cluster))
-            else:
-                blocks.append(np.array([[graph.variable_number(variable) for variable in cluster]], dtype=np.int64))
-    for block in blocks:
-        if block.ndim != 2 or (block.size and not np.issubdtype(block.dtype, np.integer)):
-            raise ValueError(f"an array of clusters is integers [clusters, size]; got {block.dtype} {block.shape}")
-        if block.size and (block.min() < 0 or block.max() >= graph.num_variables):
-            wrong = int(np.argmax(((block < 0) | (block >= graph.num_variables)).any(axis=1)))
-            raise ValueError(
-                f"cluster {block[wrong].tolist()}: the graph's variables are numbered 0 to {graph.num_variables - 1}"
-            )
-        block = np.sort(block.astype(np.int64), axis=1)
-        twice = (block[:, 1:] == block[:, :-1]).any(axis=1)
-        if twice.any():
-            raise ValueError(f"cluster {block[int(np.argmax(twice))].tolist()}: a variable stands in it twice")
-        yield block
-
-
-def _entries(counts: Integers, clusters: Integers) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Table sizes, as floating-point numbers that do not overflow."""
-    return np.exp(np.log(counts.astype(np.float64))[clusters].sum(axis=1)).round()
-
-
-def _check_sizes(graph: FactorGraph, clusters: list[Integers], limit: int) -> None:
-    counts = graph.state_counts.cpu().numpy()
-    for block in clusters:
-        sizes = _entries(counts, block)
-        if (sizes > limit).any():
-            worst = block[int(np.argmax(sizes))].tolist()
-            entries = math.prod(int(counts[variable]) for variable in worst)
-            raise ValueError(
-                f"cluster {worst} needs a table of {entries} entries, and max_table_entries is {limit}: "
-                "give smaller clusters or a higher limit"
-            )
 
 
 # --- sets of variables --------------------------------------------------------------------------------------------

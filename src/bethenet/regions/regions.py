@@ -21,7 +21,7 @@ from torch import Tensor
 from bethenet.graph import FactorGraph
 
 if TYPE_CHECKING:
-    from bethenet.regions.kikuchi import Clusters
+    from bethenet.regions.clusters import Clusters
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,8 +118,10 @@ class RegionGraph:
         Args:
             graph: the structure. A factor whose scope lies in no cluster makes a cluster of it.
             clusters: the largest regions: lists of variables (numbers or names) or index arrays ``[clusters, size]``;
-                or ``"plaquettes"``: the chordless cycles of four variables; or ``"cycles"``: the chordless cycles of up
-                to ``max_length`` variables; or ``"auto"``: those of up to four whose tables stay small.
+                ``"plaquettes"``: the chordless cycles of four variables; ``"strips"``: pairs of plaquettes side by
+                side along rows (or columns); ``"cycles"``: the chordless cycles of up to ``max_length`` variables;
+                ``"auto"``: maximal cliques, strips, and cycles of up to four variables (of up to six where some edge
+                lies in none shorter), all whose tables have at most 65536 entries.
             max_length: the longest of ``"cycles"``.
             max_table_entries: no cluster may have a larger table.
 

@@ -28,7 +28,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from bethenet.beliefs import Beliefs, marginalize
@@ -38,7 +38,7 @@ from bethenet.inference.gbp.wiring import Colour, Placement, Wiring, compile_wir
 from bethenet.numerics import log_normalize
 from bethenet.potentials import LogPotentials
 from bethenet.regions import RegionGraph
-from bethenet.regions.kikuchi import Clusters
+from bethenet.regions.clusters import Clusters
 
 FIRST_CONVEXITY = 0.25
 """The fraction of the convex bound's delta that a member starts with; doubled whenever it gets stuck, up to 1."""
@@ -92,7 +92,7 @@ class GeneralizedBeliefPropagation(IterativeEngine):
     double_loop: bool = False
     """Use the double loop from the start."""
     inner_tolerance: float = 0.1
-    """The double loop minimises each bound until regions disagree by at most this fraction of the last round's change."""
+    """The double loop minimises a bound until regions disagree by at most this fraction of the last round's change."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -209,7 +209,7 @@ def _agree(
 
 
 def _log_sum(values: Tensor, has_zeros: bool) -> Tensor:
-    """log sum exp over the axis in the middle."""
+    """Log-sum-exp over the axis in the middle."""
     maximum = values.amax(1, keepdim=True)
     if has_zeros:
         maximum = maximum.clamp(min=torch.finfo(values.dtype).min)

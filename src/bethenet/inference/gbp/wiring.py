@@ -1,8 +1,8 @@
 """Which entries of which tables meet in one update of generalised belief propagation; compiled once a region graph.
 
-*Outer* regions lie in no other; *inner* regions are those where outer ones must agree. All tables stand one after another
-in one array of *entries* (and the batch is the last axis, so that each entry is a contiguous row): every step is then a
-few gathers and sums, whatever the shapes of the regions.
+*Outer* regions lie in no other; *inner* regions are those where outer ones must agree. All tables stand one after
+another in one array of *entries* (and the batch is the last axis, so that each entry is a contiguous row): every step
+is then a few gathers and sums, whatever the shapes of the regions.
 """
 
 from __future__ import annotations
