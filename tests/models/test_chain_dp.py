@@ -1,4 +1,6 @@
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -148,6 +150,19 @@ def test_too_large_is_refused_with_the_bytes():
     small = ChainTables.pairwise(torch.zeros(2, 8, 8))
     with pytest.raises(MemoryLimitError, match="at most 9 chains at a time"):
         log_z(torch.zeros(99, 4, 8), small, memory_limit=bytes_needed(9, 4, small, torch.float32, keep=False))
+
+
+def test_what_is_kept_for_the_gradient_goes_with_the_result():
+    _, tables = random_tables("pairwise", 3, 3)
+    gc.disable()
+    try:
+        found = prefix_log_z(random_unary(2, 5, 3), tables, domain="scaled")
+        kept = weakref.ref(found.grad_fn.run)
+        assert kept() is not None
+        del found
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_the_prediction_covers_what_is_kept():

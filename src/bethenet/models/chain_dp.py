@@ -172,17 +172,20 @@ class _Run:
         self.scales: list[Tensor] = []
         message = self.kernel.first(batch)
         scale = message.new_full((batch,), self.target)
+        # an impossible chain's messages are 0 and stay so; the totals of others are far larger (see `choose_domain`)
+        least = math.sqrt(torch.finfo(unary.dtype).tiny)
         for step in range(steps):
             self.scales.append(scale)
             message = self.kernel.advance(step, message, self.emissions[step], scale)
             total = self.kernel.total(message)
-            scale = self.target / torch.where(total > 0, total, torch.ones_like(total))
+            scale = self.target / total.clamp_min(least)
             self.totals.append(total)
             if keep:
                 self.messages.append(message)
         # each step was multiplied by target / (the total before it), the first by the target
         gained = (torch.stack(self.totals, 1) / self.target).double().log() + offsets
-        self.prefix_log_z = gained.cumsum(1).to(unary.dtype)
+        self.log_weights = gained.cumsum(1)
+        """Log Z of each prefix."""
 
 
 class _ScaledChain(torch.autograd.Function):
@@ -193,7 +196,8 @@ class _ScaledChain(torch.autograd.Function):
         keep = any(ctx.needs_input_grad)
         run = _Run(unary, ChainTables(starts, far), keep=keep)
         ctx.run = run if keep else None
-        return run.prefix_log_z
+        # a tensor of its own: an output that the context held would keep every message alive in a circle
+        return run.log_weights.to(unary.dtype, copy=True)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -203,10 +207,10 @@ class _ScaledChain(torch.autograd.Function):
         kernel.clear()
         marginals: list[Tensor] = []
         adjoint: Tensor | None = None
+        totals = torch.stack(run.totals, 1)
+        own = torch.where(totals > 0, gradient / totals, torch.zeros_like(totals)).unbind(1)
         for step in reversed(range(len(run.messages))):
-            total = run.totals[step]
-            own = torch.where(total > 0, gradient[:, step] / total, torch.zeros_like(total))
-            adjoint = kernel.add(adjoint, own, run.messages[step])
+            adjoint = kernel.add(adjoint, own[step], run.messages[step])
             previous = run.messages[step - 1] if step else kernel.first(gradient.shape[0])
             adjoint, marginal = kernel.retreat(
                 step, adjoint, run.messages[step], previous, run.emissions[step], run.scales[step]
