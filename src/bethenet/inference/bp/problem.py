@@ -127,7 +127,7 @@ class Problem:
         return [pack(m) if y.states == 2 else m for m, y in zip(messages, self.wiring.layouts, strict=True)]
 
     def normalized(self, messages: Tensor, states: int) -> Tensor:
-        """Messages with their scale fixed: probabilities that sum to one, or (for log-odds) ``0`` at the first state."""
+        """Messages with their scale fixed: summing to one, or (for binary variables) ``0`` at the first state."""
         if states != 2:
             return log_normalize(messages, -1)
         return _unpack_hard(pack(messages)) if self.has_impossible_tables else messages
