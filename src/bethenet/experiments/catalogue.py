@@ -9,6 +9,7 @@ from bethenet.experiments.runner import Experiment
 EXPERIMENTS = {
     "table1": "bethenet.experiments.ising_tables:TABLE_1",
     "table5": "bethenet.experiments.ising_tables:TABLE_5",
+    "amortized": "bethenet.experiments.amortized:AMORTIZED",
     "figure2": "bethenet.experiments.ising_tables:FIGURE_2",
 }
 """Where each experiment is; it is imported when it is asked for."""
