@@ -70,7 +70,7 @@ class StateMemory(nn.Module):
             seen = torch.zeros(samples.population, dtype=torch.bool, device=device)
             self._keep(key, seen, [leaf.new_zeros(samples.population, *leaf.shape[1:]) for leaf in leaves])
         indices = samples.indices.to(device, non_blocking=True)
-        seen[indices] = True
+        seen.index_fill_(0, indices, True)  # an assignment of a number would wait for the device
         for number, leaf in enumerate(leaves):
             getattr(self, f"{key}_{number}")[indices] = leaf
 
