@@ -251,15 +251,11 @@ def test_many_inner_steps_tend_to_the_bethe_gradient():
     assert errors[1] < 0.01
 
 
-def node_start(problem, beliefs):
-    return beliefs.node_log_tables
-
-
 def test_refined_beliefs_are_the_networks_target_and_the_models_beliefs():
     model = ising()
     batch = Batch(samples(model, 5), 5)
     network = FreeLogits(model.graph)
-    refine = EngineRefinement(MeanField(), iterations=3, start=node_start)
+    refine = EngineRefinement(MeanField(), iterations=3)
     objective = Likelihood(model, ByNetwork(network, refine=refine, learn_from="refined"))
     potentials = model.log_potentials().detach()
     target = refine(potentials, network(potentials))
@@ -284,7 +280,7 @@ def test_cross_entropy_is_least_at_the_target():
 def test_learning_from_refined_beliefs_reaches_them():
     model = ising(scale=0.3)
     network = FreeLogits(model.graph, weight=0.0)
-    refine = EngineRefinement(MeanField(), iterations=20, start=node_start)
+    refine = EngineRefinement(MeanField(), iterations=20)
     side = ByNetwork(network, refine=refine, learn_from="refined", steps=300)
     objective = Likelihood(model, side)
     options = TrainerOptions(steps=1, optimizers={"network": OptimizerOptions(learning_rate=0.05)})
@@ -337,7 +333,7 @@ def test_one_network_on_both_sides_is_one_part():
 
 def test_wrong_arguments_are_named():
     network = FreeLogits(FactorGraph.grid(2, 2))
-    refine = EngineRefinement(MeanField(), start=node_start)
+    refine = EngineRefinement(MeanField())
     for arguments, message in [
         ({"steps": -1}, "steps: expected at least 0"),
         ({"learn_from": "refined"}, "needs a refinement"),
@@ -349,6 +345,6 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match=r"expected an nn\.Module"):
         ByNetwork(lambda potentials: None)
     with pytest.raises(ValueError, match="cannot start from beliefs"):
-        EngineRefinement(MeanField())
+        EngineRefinement(Exact())
     with pytest.raises(ValueError, match="iterations: expected at least 1"):
-        EngineRefinement(MeanField(), 0, start=node_start)
+        EngineRefinement(MeanField(), 0)

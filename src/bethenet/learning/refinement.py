@@ -18,8 +18,8 @@ from bethenet.potentials import LogPotentials
 class EngineRefinement:
     """A few iterations of an engine, without a look at convergence; a refinement for `ByNetwork`.
 
-    >>> from bethenet.inference.mean_field import MeanField
-    >>> refine = EngineRefinement(MeanField(), iterations=2, start=lambda problem, beliefs: beliefs.node_log_tables)
+    >>> from bethenet.inference.bp import BeliefPropagation
+    >>> refine = EngineRefinement(BeliefPropagation(), iterations=2)
     """
 
     engine: IterativeEngine
