@@ -260,7 +260,15 @@ def test_wrong_options(path):
     assert "--factors goes with" in error("infer", path, "--factors", "--task", "map")
     assert "--require-convergence goes with" in error("infer", path, "--require-convergence", "--task", "map")
     assert "does not find most probable states" in error("infer", path, "--method", "mean-field", "--task", "map")
-    for wrong in (["--task", "x"], ["--format", "x"], ["--dtype", "x"], ["--memory-limit", "x"], ["--magic"]):
+    for wrong in (
+        ["--task", "x"],
+        ["--format", "x"],
+        ["--dtype", "x"],
+        ["--memory-limit", "x"],
+        ["--magic"],
+        ["--seed", "-1"],
+        ["--seed", "9" * 30],
+    ):
         assert "Error" in run("infer", path, *wrong, code=2).stderr
 
 
@@ -272,6 +280,10 @@ def test_no_cuda(path, monkeypatch):
 def test_a_memory_limit(path):
     for arguments in (["infer", path], ["sample", path]):
         assert "100 bytes" in error(*arguments, "--memory-limit", "100", code=3)
+
+
+def test_more_samples_than_there_is_memory_for(path):
+    assert "not enough memory: you tried to allocate" in error("sample", path, "-n", 10**13, code=3)
 
 
 def test_bytes_for_people():

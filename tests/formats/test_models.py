@@ -314,6 +314,8 @@ def test_damaged_files_are_read_or_refused(tmp_path_factory, data, source):
     text, suffix = source
     damaged = bytearray(text.encode())
     for _ in range(data.draw(st.integers(1, 3))):
+        if not damaged:
+            break
         at = data.draw(st.integers(0, len(damaged) - 1))
         kind = data.draw(st.sampled_from(["cut", "drop", "change"]))
         if kind == "cut":
@@ -383,3 +385,22 @@ def test_scopes_in_any_order_read_as_written(tmp_path):
     for suffix in ("uai", "fg"):
         write_model(model, tmp_path / f"a.{suffix}")
         same_models(model, read_model(tmp_path / f"a.{suffix}"))
+
+
+def test_a_file_is_read_no_further_than_it_promises(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_module, "_CHUNK", 50)
+    read = []
+    floats = text_module.Numbers._floats
+    monkeypatch.setattr(
+        text_module.Numbers, "_floats", lambda self, *arguments: read.append(1) or floats(self, *arguments)
+    )
+    (tmp_path / "a.uai").write_text("MARKOV\n1\n2\n1\n1 0\n2\n" + "0 " * 10_000)
+    with pytest.raises(ModelFileError, match=r":7: expected the end of the file, found '0'"):
+        read_model(tmp_path / "a.uai")
+    assert len(read) == 1
+
+
+def test_control_characters_are_not_white_space(tmp_path):
+    (tmp_path / "a.uai").write_bytes(b"MARKOV\n1\n2\n1\n1 0\n2\n1\x1c1 1\n")
+    with pytest.raises(ModelFileError, match=r":7: expected a number, found '1\\x1c1'"):
+        read_model(tmp_path / "a.uai")

@@ -65,7 +65,7 @@ MemoryLimit = Annotated[
     int | None,
     typer.Option("--memory-limit", parser=parse_bytes, metavar="BYTES", help="Refuse to take more, e.g. 8GiB."),
 ]
-Seed = Annotated[int | None, typer.Option(help="Seed of whatever is random.")]
+Seed = Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of whatever is random.")]
 Output = Annotated[Path | None, typer.Option("--output", help="Write here instead of to stdout.")]
 
 

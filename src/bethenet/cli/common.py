@@ -62,6 +62,10 @@ def reporting() -> Iterator[None]:
         message, code = str(error), error.code
     except (MemoryLimitError, MemoryError, torch.OutOfMemoryError) as error:
         message, code = str(error) or "not enough memory", ExitCode.MEMORY
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        message, code = "not enough memory: " + str(error).partition("memory: ")[2], ExitCode.MEMORY
     except BrokenPipeError:
         # whoever read our output has gone; keep the interpreter from complaining about it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

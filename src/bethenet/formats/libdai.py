@@ -75,6 +75,7 @@ def _locate_blocks(numbers: Numbers) -> _Blocks:
     found: tuple[list[float], ...] = ([], [], [], [])
     arities, scopes, starts, counts = (column.append for column in found)
     for factor in range(factors):
+        numbers.read_to(min(position, total - 1))
         arity = value(position) if position < total else -1.0
         if not (arity >= 0 and arity.is_integer()):
             numbers.whole(position, f"the number of factor {factor}'s variables")
@@ -83,6 +84,7 @@ def _locate_blocks(numbers: Numbers) -> _Blocks:
                 position + 1, 2 * arity + 1, f"labels, state counts and number of entries of factor {factor}"
             )
         entries = position + 2 + 2 * int(arity)
+        numbers.read_to(entries - 1)
         listed = value(entries - 1)
         if not (listed >= 0 and listed.is_integer()):
             numbers.whole(entries - 1, f"the number of factor {factor}'s entries")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import os
 import re
 import tempfile
@@ -23,6 +24,7 @@ _CHUNK = 2**22
 _GZIP = b"\x1f\x8b"
 _TOKEN = re.compile(rb"[^\s]+")
 _SPACE = re.compile(rb"\s")
+_IS_SPACE = np.array([bytes([byte]).isspace() for byte in range(256)])
 _COMMENT = re.compile(rb"#[^\r\n]*")
 
 
@@ -63,19 +65,38 @@ class Numbers:
         self.path = path
         self._text = text
         self._start = start
-        values, logarithms, self._first = [], [], [0]
-        for begin, end in self._chunks():
-            tokens = text[begin:end].split()
-            lengths = np.fromiter(map(len, tokens), dtype=np.int64, count=len(tokens))
-            chunk = self._floats(tokens, lengths, begin, end)
-            values.append(chunk)
-            logarithms.append(read_logarithms(tokens, chunk, lengths))
-            self._first.append(self._first[-1] + len(tokens))
-        self.values: Floats = np.concatenate([*values, np.empty(0)])
-        self.logarithms: Floats = np.concatenate([*logarithms, np.empty(0)])
+        self._chunks = _split_into_chunks(text, start)
+        self._first = [0, *itertools.accumulate(_count_tokens(text[begin:end]) for begin, end in self._chunks)]
+        self._chunks_read = 0
+        self.values: Floats = np.empty(self._first[-1])
+        """Known up to ``numbers_read``."""
+        self.logarithms: Floats = np.empty(self._first[-1])
+        """Known up to ``numbers_read``."""
 
     def __len__(self) -> int:
         return self.values.size
+
+    @property
+    def numbers_read(self) -> int:
+        """How many numbers have been read so far: a file is read no further than its own promises ask for."""
+        return self._first[self._chunks_read]
+
+    def read_to(self, position: int) -> None:
+        """Read the number at a position and all before it."""
+        while self.numbers_read <= position:
+            begin, end = self._chunks[self._chunks_read]
+            place = slice(self.numbers_read, self._first[self._chunks_read + 1])
+            tokens = self._text[begin:end].split()
+            lengths = np.fromiter(map(len, tokens), dtype=np.int64, count=len(tokens))
+            self.values[place] = self._floats(tokens, lengths, begin, end)
+            self.logarithms[place] = read_logarithms(tokens, self.values[place], lengths)
+            self._chunks_read += 1
+
+    def at(self, positions: Integers) -> Floats:
+        """The numbers at positions (any shape) that exist."""
+        if positions.size:
+            self.read_to(int(positions.max()))
+        return self.values[positions]
 
     def whole(self, position: int, what: str, least: int = 0, most: int | None = None) -> int:
         """The whole number at a position, or an error that says ``what`` was expected there."""
@@ -85,7 +106,7 @@ class Numbers:
 
     def wholes(self, positions: Integers, what: str, least: int = 0, most: int | None = None) -> Integers:
         """The whole numbers at positions (any shape) that exist."""
-        found = self.values[positions]
+        found = self.at(positions)
         wrong = ~((found >= least) & (found <= (2**53 if most is None else most)) & (found == np.floor(found)))
         if wrong.any():
             limits = f"of at least {least}" if most is None else f"from {least} to {most}"
@@ -107,6 +128,10 @@ class Numbers:
 
     def require_potentials(self, positions: Integers | slice) -> Floats:
         """The logarithms at positions, where every number must be non-negative and finite."""
+        if isinstance(positions, slice):
+            self.read_to(len(self) - 1)
+        else:
+            self.at(positions)
         result: Floats = self.logarithms[positions]
         wrong = ~(result < np.inf)
         if wrong.any():
@@ -123,15 +148,6 @@ class Numbers:
         """An error at a position (the last line, where it is beyond the end)."""
         offset = self._span(position)[0] if position < len(self) else len(self._text.rstrip())
         return ModelFileError(self.path, line_of(self._text, offset), problem)
-
-    def _chunks(self) -> list[tuple[int, int]]:
-        chunks, begin = [], self._start
-        while begin < len(self._text):
-            space = _SPACE.search(self._text, begin + _CHUNK)
-            end = space.start() if space else len(self._text)
-            chunks.append((begin, end))
-            begin = end
-        return chunks
 
     def _floats(self, tokens: list[bytes], lengths: Integers, begin: int, end: int) -> Floats:
         try:
@@ -151,11 +167,27 @@ class Numbers:
 
     def _span(self, position: int) -> tuple[int, int]:
         chunk = int(np.searchsorted(self._first, position, side="right")) - 1
-        begin, _ = self._chunks()[chunk]
+        begin, _ = self._chunks[chunk]
         for number, match in enumerate(_TOKEN.finditer(self._text, begin), self._first[chunk]):
             if number == position:
                 return match.span()
         raise IndexError(position)
+
+
+def _split_into_chunks(text: bytes, begin: int) -> list[tuple[int, int]]:
+    """Spans of a few million bytes that end between two tokens."""
+    chunks = []
+    while begin < len(text):
+        space = _SPACE.search(text, begin + _CHUNK)
+        end = space.start() if space else len(text)
+        chunks.append((begin, end))
+        begin = end
+    return chunks
+
+
+def _count_tokens(text: bytes) -> int:
+    white = np.concatenate([[True], _IS_SPACE[np.frombuffer(text, dtype=np.uint8)]])
+    return int(np.count_nonzero(white[:-1] & ~white[1:]))
 
 
 def line_of(text: bytes, offset: int) -> int:

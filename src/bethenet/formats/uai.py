@@ -66,6 +66,7 @@ def _read_scopes(
     heads, found = [], []
     value, variables, total = numbers.values.item, len(counts), len(numbers)
     for factor in range(factors):
+        numbers.read_to(min(position, total - 1))
         arity = value(position) if position < total else -1.0
         if not (0 <= arity <= variables and arity.is_integer()):
             numbers.whole(position, f"the number of factor {factor}'s variables", 0, variables)
@@ -99,7 +100,7 @@ def _locate_tables(numbers: Numbers, position: int, sizes: Floats) -> Integers:
         ends = position + np.cumsum(1 + sizes)
     heads = np.concatenate([[float(position)], ends[:-1]])[: sizes.size]
     there = np.flatnonzero(heads < len(numbers))
-    found = numbers.values[heads[there].astype(np.int64)]
+    found = numbers.at(heads[there].astype(np.int64))
     wrong = np.flatnonzero(found != sizes[there])
     if wrong.size:
         factor = int(there[wrong[0]])
