@@ -63,6 +63,10 @@ class MeanField(IterativeEngine):
             return tuple(log_normalize(logits, -1) for logits in noisy_start(potentials, self.noise, generator))
         return tuple(table.expand(potentials.batch_size, -1, -1) for table in state)
 
+    def state_from_beliefs(self, potentials: LogPotentials, beliefs: Beliefs) -> tuple[Tensor, ...]:
+        """A state with these beliefs' node marginals."""
+        return beliefs.node_log_tables
+
     def step(
         self, potentials: LogPotentials, state: tuple[Tensor, ...]
     ) -> tuple[tuple[Tensor, ...], Float[Tensor, " batch"]]:

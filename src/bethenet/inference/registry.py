@@ -12,6 +12,7 @@ ENGINES = {
     "trw": "bethenet.inference.trw:TreeReweighted",
     "gbp": "bethenet.inference.gbp:GeneralizedBeliefPropagation",
     "mean-field": "bethenet.inference.mean_field:MeanField",
+    "descent": "bethenet.inference.descent:Descent",
 }
 """Where each engine's class is; it is imported when it is asked for."""
 
