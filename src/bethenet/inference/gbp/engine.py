@@ -10,11 +10,11 @@ Heskes, Albers and Kappen (2003) a part of each is replaced by its tangent at th
 which bounds the free energy from above and touches it at b'. With enough delta the bound is convex, and it is minimised
 under the constraint that beliefs agree by ascent in the multipliers: in turn for each beta
 
-    log b_beta = (s_beta + sum_alpha log b_alpha(x_beta)) / (n_beta + c_beta + delta_beta)   + constant
+    log b_beta = (s_beta + delta_beta log b'_beta + sum_alpha log b_alpha(x_beta)) / (n_beta + c_beta + delta_beta)
     log b_alpha += log b_beta - log b_alpha(x_beta)      for every alpha around beta
     s_beta -= sum_alpha (log b_beta - log b_alpha(x_beta))
 
-where b_alpha(x_beta) is alpha's belief summed down to beta and s_beta = delta_beta log b'_beta minus the multipliers.
+up to a constant, where b_alpha(x_beta) is alpha's belief summed down to beta and s_beta minus the sum of multipliers.
 Regions of one colour are updated at once. Minimised to the end before b' is renewed, the bound makes the free energy
 fall in every round (*double loop*). Renewed after each sweep with a delta that is only a fraction of what convexity
 needs, it is far faster and has the same fixed points, but may oscillate.
@@ -40,12 +40,10 @@ from bethenet.potentials import LogPotentials
 from bethenet.regions import RegionGraph
 from bethenet.regions.clusters import Clusters
 
-FIRST_CONVEXITY = 0.25
-"""The fraction of the convex bound's delta that a member starts with; doubled whenever it gets stuck, up to 1."""
-LEVELS = 3
-"""Doublings after which the bound is convex and is minimised to the end in every round."""
+DOUBLE_LOOP = 2.0
+"""The value of ``GBPState.convexity`` at which each convex bound is minimised to the end; up to 1 none is."""
 PATIENCE = 100
-"""Sweeps in which the residual must halve; else the next level is taken."""
+"""Sweeps in which the residual must halve; else the convexity is doubled."""
 
 
 class GBPState(NamedTuple):
@@ -54,12 +52,13 @@ class GBPState(NamedTuple):
     outer: Float[Tensor, "batch outer_entries"]
     """log b_alpha"""
     inner: Float[Tensor, "batch inner_entries"]
-    """s_beta"""
+    """Minus the sum of beta's multipliers."""
     tangent: Float[Tensor, "batch inner_entries"]
     """log b'_beta"""
     potentials: Float[Tensor, "batch outer_entries"]
     """theta_alpha: what ``outer`` was before any message."""
-    level: Int[Tensor, " batch"]
+    convexity: Float[Tensor, " batch"]
+    """The fraction of the convex bound's delta; `DOUBLE_LOOP` where each bound is minimised to the end."""
     patience: Int[Tensor, " batch"]
     """Sweeps left to halve ``target``."""
     target: Float[Tensor, " batch"]
@@ -89,13 +88,18 @@ class GeneralizedBeliefPropagation(IterativeEngine):
     max_table_entries: int = 2**20
     """No cluster may have a larger table."""
     max_iterations: int = 5000
+    convexity: float = 0.25
+    """The fraction of the convex bound's delta to start with. Its part is that of damping: more is slower and surer. It
+    is doubled for each member that gets stuck."""
     double_loop: bool = False
-    """Use the double loop from the start."""
+    """Start with the double loop."""
     inner_tolerance: float = 0.1
     """The double loop minimises a bound until regions disagree by at most this fraction of the last round's change."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 0 < self.convexity <= 1:
+            raise ValueError(f"convexity: expected a number in (0, 1], got {self.convexity}")
         if not 0 < self.inner_tolerance <= 1:
             raise ValueError(f"inner_tolerance: expected a number in (0, 1], got {self.inner_tolerance}")
         if not isinstance(self.clusters, str | Tensor | np.ndarray):
@@ -121,39 +125,35 @@ class GeneralizedBeliefPropagation(IterativeEngine):
         theta = _outer_potentials(wiring, potentials)
         batch, device = potentials.batch_size, potentials.device
         zeros = torch.zeros(wiring.num_inner_entries, batch, dtype=torch.float64, device=device).T
-        outer, multipliers, tangent = theta, zeros, zeros
+        outer, inner, tangent = theta, zeros, zeros
         if state is not None:
-            outer, multipliers, tangent = _continued(state, theta, _delta(wiring).T)
-        level = torch.full((batch,), LEVELS if self.double_loop else 0, dtype=torch.long, device=device)
-        inner = multipliers + _convexity(level).unsqueeze(1) * _delta(wiring).T * tangent
+            outer, inner, tangent = _continued(state, theta)
         ones = torch.ones(batch, dtype=torch.float64, device=device)
-        return GBPState(outer, inner, tangent, theta, level, torch.full_like(level, PATIENCE), ones, ones)
+        convexity = ones * (DOUBLE_LOOP if self.double_loop else self.convexity)
+        patience = torch.full((batch,), PATIENCE, device=device)
+        return GBPState(outer, inner, tangent, theta, convexity, patience, ones, ones)
 
     def step(self, potentials: LogPotentials, state: State) -> tuple[GBPState, Float[Tensor, " batch"]]:
         """One sweep over all intersections, and a renewed tangent for the members that are due."""
         wiring = self._wiring(potentials)
-        delta = _delta(wiring)
-        convexity = _convexity(state.level)
-        outer, inner = (tensor.T.contiguous().clone() for tensor in (state.outer, state.inner))
-        weights = wiring.outer_counts + wiring.counting_numbers + delta * convexity
+        outer, inner = (tensor.T.clone(memory_format=torch.contiguous_format) for tensor in (state.outer, state.inner))
+        tangent, added = state.tangent.T, _delta(wiring, self.convexity) * state.convexity.clamp(max=1)
+        attraction, weights = added * _finite(tangent), wiring.outer_counts + wiring.counting_numbers + added
         beliefs, gaps = torch.empty_like(inner), [torch.zeros_like(state.progress)]
         for colour in wiring.colours:
             rows = slice(colour.first, colour.last)
-            beliefs[rows], gap = _agree(colour, outer, inner[rows], weights[rows], potentials.has_zeros)
+            beliefs[rows], gap = _agree(
+                colour, outer, inner[rows], attraction[rows], weights[rows], potentials.has_zeros
+            )
             gaps.append(gap)
         gap = torch.stack(gaps).amax(0)
-        tangent = state.tangent.T
-        moved = _finite(beliefs) - _finite(tangent)
-        due = (state.level < LEVELS) | (gap <= self.inner_tolerance * state.progress)
-        change = (beliefs.exp() - tangent.exp()).abs().amax(0) if len(beliefs) else torch.zeros_like(gap)
-        inner += torch.where(due, convexity, 0.0) * delta * moved
-        tangent = torch.where(due, beliefs, tangent)
-        progress = torch.where(due, change, state.progress)
+        due = (state.convexity < DOUBLE_LOOP) | (gap <= self.inner_tolerance * state.progress)
+        moved = (beliefs.exp() - tangent.exp()).abs().amax(0) if len(beliefs) else torch.zeros_like(gap)
+        progress = torch.where(due, moved, state.progress)
         residual = torch.maximum(gap, progress)
-        level, patience, target = _escalate(state, residual)
-        inner += (_convexity(level) - convexity) * delta * _finite(tangent)
-        following = GBPState(outer.T, inner.T, tangent.T, state.potentials, level, patience, target, progress)
-        return following, residual
+        tangent = torch.where(due, beliefs, tangent)
+        patient = _escalate(state, residual)
+        return GBPState(outer.T, inner.T, tangent.T, state.potentials, *patient, progress), residual
 
     def beliefs(self, potentials: LogPotentials, state: State) -> Beliefs:
         """The outer regions' beliefs, and those of the others summed down from them."""
@@ -179,7 +179,7 @@ class GeneralizedBeliefPropagation(IterativeEngine):
 
 
 def _agree(
-    colour: Colour, outer: Tensor, inner: Tensor, weights: Tensor, has_zeros: bool
+    colour: Colour, outer: Tensor, inner: Tensor, attraction: Tensor, weights: Tensor, has_zeros: bool
 ) -> tuple[Tensor, Float[Tensor, " batch"]]:
     """Make the outer regions around each inner region of one colour agree, in place.
 
@@ -190,7 +190,7 @@ def _agree(
     seen = torch.cat([_log_sum(table, has_zeros) for table in gathered])
     padded = torch.cat([seen, seen.new_zeros(1, batch)]).index_select(0, colour.slots_of_entry)
     total = padded.view(len(inner), colour.most, batch).sum(1)
-    unnormalized = ((inner + total) / weights).view(-1, colour.cells, batch)
+    unnormalized = ((inner + attraction + total) / weights).view(-1, colour.cells, batch)
     belief = log_normalize(unnormalized, 1).view(-1, batch)
     wanted = belief.index_select(0, colour.entry_of_slot)
     if has_zeros:
@@ -221,25 +221,21 @@ def _finite(logarithms: Tensor) -> Tensor:
     return logarithms.masked_fill(logarithms == -math.inf, 0.0)
 
 
-def _delta(wiring: Wiring) -> Float[Tensor, "inner_entries 1"]:
-    """What makes the bound convex: no negative counting number, and no weight below one at the first level."""
+def _delta(wiring: Wiring, convexity: float) -> Float[Tensor, "inner_entries 1"]:
+    """What makes the bound convex: no negative counting number, and at the first convexity no weight below one."""
     numbers = wiring.counting_numbers
-    lacking = (1 - wiring.outer_counts - numbers) / FIRST_CONVEXITY
+    lacking = (1 - wiring.outer_counts - numbers) / convexity
     return torch.maximum(-numbers, lacking).clamp(min=0)
 
 
-def _convexity(level: Int[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-    return (FIRST_CONVEXITY * 2.0**level).clamp(max=1.0).double()
-
-
 def _escalate(state: GBPState, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The next level where patience has run out; the patience left, and the residual to be halved."""
+    """The convexity, doubled where patience has run out; the patience left; the residual to be halved."""
     halved = residual <= state.target / 2
     patience = torch.where(halved, PATIENCE, state.patience - 1)
     stuck = patience == 0
-    level = (state.level + stuck).clamp(max=LEVELS)
-    fresh = halved | stuck
-    return level, torch.where(stuck, PATIENCE, patience), torch.where(fresh, residual, state.target)
+    convexity = torch.where(stuck, 2 * state.convexity, state.convexity)
+    convexity = torch.where(convexity > 1, DOUBLE_LOOP, convexity)
+    return convexity, torch.where(stuck, PATIENCE, patience), torch.where(halved | stuck, residual, state.target)
 
 
 def _outer_potentials(wiring: Wiring, potentials: LogPotentials) -> Float[Tensor, "batch outer_entries"]:
@@ -262,16 +258,15 @@ def _spread(placement: Placement, potentials: LogPotentials) -> Float[Tensor, "e
     return table[:, :, placement.cells].flatten(1).T
 
 
-def _continued(state: GBPState, theta: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _continued(state: GBPState, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """An earlier state's messages on top of new potentials; members with impossible states start afresh."""
     if state.outer.shape[1] != theta.shape[1] or state.outer.shape[0] not in (1, theta.shape[0]):
         raise ValueError(
             f"the state is for {state.outer.shape[0]} models of {state.outer.shape[1]} entries; "
             f"these are {theta.shape[0]} of {theta.shape[1]}"
         )
-    messages = (state.outer - state.potentials).expand_as(theta)
-    inner = state.inner - _convexity(state.level).unsqueeze(1) * delta * _finite(state.tangent)
-    warm = (messages + theta).isfinite().all(1, keepdim=True) & inner.isfinite().all(1, keepdim=True)
+    messages = state.outer - state.potentials
+    warm = (messages + theta).isfinite().all(1, keepdim=True) & state.inner.isfinite().all(1, keepdim=True)
+    outer = torch.where(warm, theta + messages, theta)
     zero = torch.zeros((), dtype=theta.dtype, device=theta.device)
-    tangent = torch.where(warm, state.tangent, zero)
-    return theta + torch.where(warm, messages, zero), torch.where(warm, inner, zero), tangent
+    return outer, torch.where(warm, state.inner, zero), torch.where(warm, state.tangent, zero)
