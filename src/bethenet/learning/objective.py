@@ -14,7 +14,7 @@ restored and moved with it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,12 +43,15 @@ class Update:
     """One gradient step on the parameters of one part, or of several."""
 
     parts: tuple[str, ...]
-    loss: Tensor
+    loss: Tensor | None = None
     """What to descend on. Summed if it has several entries, as when independent models are trained at once."""
     value: Tensor | None = None
     """What to report in place of the loss (mean over its entries), where the two differ."""
     diagnostics: Callable[[], Mapping[str, Tensor]] | None = None
     """Further figures to report; called only when a report is due."""
+    gradients: Sequence[Tensor] | None = None
+    """What to descend along, in place of a loss, where the method has it in closed form: one tensor for each trainable
+    parameter of the parts, in their order."""
 
 
 class Objective(nn.Module, ABC):

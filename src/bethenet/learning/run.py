@@ -126,8 +126,9 @@ class Run:
         due = (self.step + 1) % self.options.log_every == 0
         for update in self.objective.updates(batch, self.generator):
             shown = update.loss if update.value is None else update.value
-            name = "objective" if "model" in update.parts else f"{'_'.join(update.parts)}_loss"
-            self.recent.add({name: shown}, batch.size)
+            if shown is not None:
+                name = "objective" if "model" in update.parts else f"{'_'.join(update.parts)}_loss"
+                self.recent.add({name: shown}, batch.size)
             if due and update.diagnostics is not None:
                 self.recent.add(update.diagnostics(), 1)
             self._apply(update)
@@ -142,10 +143,8 @@ class Run:
         parameters = [parameter for optimizer in optimizers for parameter in optimizer.parameters]
         if not parameters:
             return
-        if not update.loss.requires_grad:
-            raise ValueError(f"the loss of {update.parts} does not depend on their parameters")
         progress = self._progress()
-        gradients = iter(torch.autograd.grad(update.loss.sum(), parameters, allow_unused=True))
+        gradients = iter(_gradients(update, parameters))
         for optimizer in optimizers:
             optimizer.step([next(gradients) for _ in optimizer.parameters], self.step, progress)
 
@@ -260,6 +259,19 @@ class Run:
         for name, weight in chosen.items():
             self.weights[name].copy_(weight)
         self.objective.eval()
+
+
+def _gradients(update: Update, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Those that the update gives, or those of its loss."""
+    if update.gradients is not None:
+        if len(update.gradients) != len(parameters):
+            raise ValueError(
+                f"{update.parts} have {len(parameters)} trainable parameters; got {len(update.gradients)} gradients"
+            )
+        return update.gradients
+    if update.loss is None or not update.loss.requires_grad:
+        raise ValueError(f"the loss of {update.parts} does not depend on their parameters")
+    return torch.autograd.grad(update.loss.sum(), parameters, allow_unused=True)
 
 
 def _trainable(parts: Mapping[str, nn.Module]) -> dict[str, Tensor]:
