@@ -195,6 +195,8 @@ def test_hard_constraints_on_a_tree_are_exact() -> None:
     result = Descent(max_iterations=300).run(clamped)
     torch.testing.assert_close(result.log_z, enumerate_model(clamped).log_z, rtol=1e-6, atol=1e-6)
     assert result.beliefs.node_marginal(3).tolist() == [[0.0, 1.0]]
+    contradiction = model.clamp({0: 1, 3: 1})  # along the chain, not at any one variable
+    assert Descent(max_iterations=300).run(contradiction).log_z.item() == -math.inf
     with pytest.raises(ImpossibleEvidenceError):
         Descent().run(LogPotentials.from_factors([2], [((0,), [0.0, -math.inf])]).clamp({0: 1}))
 

@@ -16,7 +16,7 @@ from bethenet.graph import FactorGraph
 from bethenet.inference.bp import BeliefPropagation
 from bethenet.inference.coupling import consistent_beliefs, free_energy_at, node_duals
 from bethenet.inference.engine import Engine, IterativeEngine, State, map_tensors
-from bethenet.inference.minimisers import Evaluation, LimitedMemory, Minimiser, Vector
+from bethenet.inference.minimisers import Evaluation, LimitedMemory, Minimiser, Vector, select
 from bethenet.inference.scaling import Scaling
 from bethenet.inference.starts import best_of_restarts, local_evidence, noisy_start
 from bethenet.numerics import log_normalize
@@ -25,7 +25,7 @@ from bethenet.result import InferenceResult
 
 PENALTY = 40.0
 """Nats by which an impossible configuration is made less likely than its table's least likely possible one, while
-descending: marginals on the way need not admit a belief that avoids it. The final beliefs give it no mass."""
+descending: marginals on the way need not admit a belief that avoids it."""
 
 
 @dataclass(frozen=True)
@@ -117,18 +117,24 @@ class Descent(IterativeEngine):
         return self._step(_soften(potentials), state)
 
     def beliefs(self, potentials: LogPotentials, state: State) -> Beliefs:
-        """The consistent beliefs, without what is impossible."""
+        """The consistent beliefs, without the tiny mass of what is impossible. Where that is not tiny, no marginals were
+        found that avoid it; then it stays, and the free energy is infinite.
+        """
         nodes = _split(potentials.graph, state.point)
         if not potentials.has_zeros:
             return consistent_beliefs(potentials, [log_normalize(part, -1) for part in nodes], self.scaling)
         evidence = local_evidence(potentials)
         nodes = [part.masked_fill(local == -math.inf, -math.inf) for part, local in zip(nodes, evidence, strict=True)]
         softened = consistent_beliefs(_soften(potentials), [log_normalize(part, -1) for part in nodes], self.scaling)
-        tables = list(softened.log_tables)
+        tables, violations = list(softened.log_tables), torch.zeros_like(state.point[:, 0])
         for number, table in enumerate(potentials.tables):
-            possible = tables[number].masked_fill(table == -math.inf, -math.inf)
+            impossible = (table == -math.inf).expand_as(tables[number])
+            violations = violations + (tables[number].exp() * impossible).flatten(1).sum(1)
+            possible = tables[number].masked_fill(impossible, -math.inf)
             tables[number] = log_normalize(possible, list(range(2, possible.dim())))
-        return Beliefs(softened.regions, tables)
+        # on a tree that nothing satisfies, at least one violated factor is expected under any marginals
+        satisfied = violations < 0.5
+        return Beliefs(softened.regions, select(satisfied, tuple(tables), tuple(softened.log_tables)))
 
     def _step(self, potentials: LogPotentials, state: State) -> tuple[State, Float[Tensor, " batch"]]:
         new = self.minimiser.step(lambda point, memory: self._evaluate(potentials, point, memory), state)
