@@ -27,10 +27,14 @@ from bethenet.cli.common import (
     reporting,
     say,
 )
+from bethenet.experiments.catalogue import EXPERIMENTS
+from bethenet.experiments.catalogue import experiment as find_experiment
+from bethenet.experiments.runner import Settings, run_experiment
 from bethenet.formats import read_model, write_model
 from bethenet.formats.text import write_bytes
 from bethenet.inference.exact import Exact
 from bethenet.inference.registry import ENGINES, make_engine, option_names
+from bethenet.networks.storage import load_network
 from bethenet.potentials import LogPotentials
 from bethenet.result import Status
 
@@ -84,6 +88,9 @@ def infer(
     tolerance: Annotated[float | None, typer.Option(help="Stop at a residual of at most this.")] = None,
     damping: Annotated[float | None, typer.Option(help="How much of the old messages to keep.")] = None,
     time_limit: Annotated[float | None, typer.Option(help="Stop after so many seconds.")] = None,
+    network: Annotated[
+        Path | None, typer.Option("--network", metavar="DIR", help="A trained network, for --method network.")
+    ] = None,
     seed: Seed = None,
     require_convergence: Annotated[
         bool, typer.Option("--require-convergence", help="Exit with 4 if the method did not converge.")
@@ -93,14 +100,19 @@ def infer(
     """Marginals, log Z or the most probable state of a model, given evidence."""
     with reporting():
         check_output(output)
-        options = {
+        options: dict[str, Any] = {
             "memory_limit": memory_limit,
             "max_iterations": max_iterations,
             "tolerance": tolerance,
             "damping": damping,
             "time_limit": time_limit,
+            "network": network,
         }
         _check_options(method, options)
+        if method == "network":
+            if network is None:
+                raise Failure("--method network needs a trained one: --network DIR")
+            options["network"] = load_network(network, device.value, getattr(torch, dtype.value))
         engine = make_engine(method, options)
         if factors and (task is not Task.MARGINALS or output_format is OutputFormat.UAI):
             raise Failure("--factors goes with --task marginals and --format json")
@@ -126,7 +138,8 @@ def infer(
             text = results.log_z_as_uai(result.log_z)
         emit(text, output)
         if result.status is not Status.CONVERGED:
-            say(f"{method} did not converge: {result.status}, residual {float(result.residual.max()):.2g}")
+            if result.status is not Status.PREDICTED or require_convergence:
+                say(f"{method} did not converge: {result.status}, residual {float(result.residual.max()):.2g}")
             if require_convergence:
                 raise typer.Exit(int(ExitCode.NOT_CONVERGED))
 
@@ -231,6 +244,32 @@ def convert(
     with reporting():
         check_output(target)
         write_model(read_model(source), target)
+
+
+@app.command()
+def reproduce(
+    experiment: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(EXPERIMENTS)}.")],
+    quick: Annotated[bool, typer.Option("--quick", help="A small version, done in minutes on two cores.")] = False,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many random models or repetitions.")] = None,
+    device: DeviceOption = Device.CPU,
+    output: Annotated[Path | None, typer.Option(help="A folder; runs/NAME by default.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Take over what a stopped run has finished.")] = False,
+    data: Annotated[Path | None, typer.Option(help="A folder with data, for experiments that need one.")] = None,
+) -> None:
+    """Run an experiment: figures as JSON, a table beside the paper's, plots."""
+    with reporting():
+        found = find_experiment(experiment)
+        folder = output or Path("runs") / experiment
+        settings = Settings(folder, quick=quick, seeds=seeds, device=device.value, resume=resume, data=data)
+        if device is Device.CUDA and not torch.cuda.is_available():
+            raise Failure("--device cuda: no CUDA device is available here")
+        try:
+            written = run_experiment(found, settings)
+        except KeyboardInterrupt:
+            say(f"stopped; what is finished is kept in {folder}: go on with --resume")
+            raise typer.Exit(130) from None
+    for path in written:
+        typer.echo(path)
 
 
 def main() -> None:

@@ -198,7 +198,7 @@ def evaluate(method: str, test: TestSet, settings: Settings) -> dict[str, Any]:
 def _truth(test: TestSet, potentials: LogPotentials, device: torch.device) -> tuple[Marginals, str]:
     if test.exact:
         return exact_marginals(potentials), "exact"
-    result = GeneralizedBeliefPropagation().run(potentials.to(device))
+    result = GeneralizedBeliefPropagation(clusters="plaquettes").run(potentials.to(device))
     found = marginals_of_ones(result.beliefs)
     return Marginals(found.nodes.cpu(), found.pairs.cpu()), "kikuchi"
 
@@ -207,7 +207,7 @@ def _engine(method: str, settings: Settings, device: torch.device) -> Engine:
     if method == "bp":
         return BeliefPropagation()
     if method == "kikuchi":
-        return GeneralizedBeliefPropagation()
+        return GeneralizedBeliefPropagation(clusters="plaquettes")
     kind, name = method.split("-")
     if kind == "trained":
         return NetworkInference(load_network(folder(settings, name), device))

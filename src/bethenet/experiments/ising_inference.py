@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from bethenet.experiments.runner import Cell, Settings
 from bethenet.free_energy import free_energy
 from bethenet.graph import FactorGraph
 from bethenet.inference.bp import BeliefPropagation
+from bethenet.inference.engine import Engine
 from bethenet.inference.exact import Exact
 from bethenet.inference.gbp import GeneralizedBeliefPropagation
 from bethenet.inference.mean_field import MeanField
@@ -69,6 +71,13 @@ def exact_marginals(potentials: LogPotentials) -> Marginals:
     return Marginals(torch.cat([part.nodes for part in parts]), torch.cat([part.pairs for part in parts]))
 
 
+@lru_cache(maxsize=1)
+def models_and_truth(size: int, coupling_scale: float, count: int, seed: int) -> tuple[LogPotentials, Marginals]:
+    """Random models and their exact marginals; kept, because all methods of a cell are asked in a row."""
+    potentials = random_models(size, coupling_scale, count, seed)
+    return potentials, exact_marginals(potentials)
+
+
 def paper_network(graph: FactorGraph, count: int, head: Head) -> InferenceNetwork:
     """The paper's network for Ising models: free node embeddings, one Transformer layer, and, as in the authors' code
     though not in the paper, a hidden layer before the logits (without it 200 steps are too few at n = 15).
@@ -90,20 +99,19 @@ def infer(method: str, potentials: LogPotentials, seed: int) -> tuple[Beliefs, d
         network = paper_network(potentials.graph, potentials.batch_size, head).to(potentials.device)
         fitted = fit(network, potentials, PAPER_FIT)
         return fitted.beliefs, {"steps": fitted.steps.tolist()}
-    engines = {
-        "mean-field": MeanField,
-        "bp": BeliefPropagation,
-        "kikuchi": GeneralizedBeliefPropagation,
+    engines: dict[str, Engine] = {
+        "mean-field": MeanField(),
+        "bp": BeliefPropagation(),
+        "kikuchi": GeneralizedBeliefPropagation(clusters="plaquettes"),
     }
-    result = engines[method]().run(potentials, generator=generator)
+    result = engines[method].run(potentials, generator=generator)
     return result.beliefs, {"converged": int(result.converged.sum()), "iterations": result.iterations.tolist()}
 
 
 def measure(size: int, coupling_scale: float, method: str, settings: Settings, count: int) -> dict[str, Any]:
     """One cell: accuracy of one method on ``count`` models, each model's figures kept."""
     seed = int(1000 * coupling_scale) + size
-    potentials = random_models(size, coupling_scale, count, seed)
-    truth = exact_marginals(potentials)
+    potentials, truth = models_and_truth(size, coupling_scale, count, seed)
     device = torch.device(settings.device)
     potentials = potentials.to(device)
     started = time.perf_counter()

@@ -13,6 +13,7 @@ ENGINES = {
     "gbp": "bethenet.inference.gbp:GeneralizedBeliefPropagation",
     "mean-field": "bethenet.inference.mean_field:MeanField",
     "descent": "bethenet.inference.descent:Descent",
+    "network": "bethenet.networks.engine:NetworkInference",
 }
 """Where each engine's class is; it is imported when it is asked for."""
 

@@ -122,7 +122,6 @@ class PenalizedHead:
         factors = beliefs.graph.num_factors if self.per_factor else 1
         return self.weight / max(factors, 1) * total
 
-
     def _project(self, number: int, tables: dict[int, Tensor], regions: RegionGraph) -> Tensor:
         """A group's beliefs scaled to those of the regions inside, which have been through this already."""
         table = tables[number]

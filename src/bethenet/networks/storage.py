@@ -34,8 +34,10 @@ def save_network(network: InferenceNetwork, folder: str | Path, notes: dict[str,
     _replace(folder / DESCRIPTION, (json.dumps(description, indent=2) + "\n").encode())
 
 
-def load_network(folder: str | Path, device: torch.device | str = "cpu") -> InferenceNetwork:
-    """Read a network from a folder.
+def load_network(
+    folder: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> InferenceNetwork:
+    """Read a network from a folder. It computes in ``dtype``, which must be that of the potentials it will be given.
 
     Raises:
         ValueError: the folder holds no network, or one that this version does not know.
@@ -53,7 +55,7 @@ def load_network(folder: str | Path, device: torch.device | str = "cpu") -> Infe
         network.load_state_dict(weights)
     except (KeyError, TypeError, RuntimeError, ValueError) as error:
         raise ValueError(f"{folder / DESCRIPTION}: not a network this version knows: {error}") from None
-    return network.to(device)
+    return network.to(device=device, dtype=dtype)
 
 
 def describe(network: InferenceNetwork) -> dict[str, Any]:
