@@ -90,7 +90,7 @@ def _given(graph: FactorGraph, clusters: Iterable[Sequence[int | str] | Integers
 
 
 def _automatic(graph: FactorGraph) -> list[Integers]:
-    """Cliques, short cycles until they cover every edge, and pairs of plaquettes: all whose tables are small."""
+    """Maximal cliques, chordless cycles until every edge is covered, strips: those of all these with small tables."""
     counts = graph.state_counts.cpu().numpy()
     edges = neighbours(graph).nnz // 2
     found: list[Integers] = []
@@ -98,9 +98,9 @@ def _automatic(graph: FactorGraph) -> list[Integers]:
         for cycles in chordless_cycles(graph, AUTO_LENGTH):
             if len(cycles) > AUTO_CLUSTERS * edges:
                 break
-            found.append(cycles)
-            if cycles.shape[1] == 3 and len(cycles):
-                found += _cliques(graph)
+            # Triangles that share edges, as those of a clique do, count so much with either sign that they are worse
+            # than pairs: the whole clique or nothing.
+            found += (_cliques(graph) if len(cycles) else []) if cycles.shape[1] == 3 else [cycles]
             if cycles.shape[1] == PLAQUETTE:
                 found.append(pairs_in_strips(cycles))
             if cycles.shape[1] >= PLAQUETTE and _edges_covered(graph, found) == edges:
@@ -111,7 +111,7 @@ def _automatic(graph: FactorGraph) -> list[Integers]:
 
 
 def _cliques(graph: FactorGraph) -> list[Integers]:
-    """All maximal sets of variables each joined to each; none, if they are more than the variables."""
+    """All maximal sets of three or more variables each joined to each; none at all, if they are too many."""
     pairs = networkx.from_scipy_sparse_array(neighbours(graph))
     cliques = list(itertools.islice(networkx.find_cliques(pairs), AUTO_CLUSTERS * graph.num_variables + 1))
     if len(cliques) > AUTO_CLUSTERS * graph.num_variables:
