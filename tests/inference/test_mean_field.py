@@ -119,7 +119,7 @@ def test_restarts_choose_the_best_bound_of_each_member() -> None:
     assert (result.log_z > single.log_z + 0.1).any()
     engine = MeanField()
     index = torch.arange(5).repeat_interleave(8)
-    starts = engine.init(model[index])
+    starts = MeanField(restarts=8).init(model[index])
     everything = engine.run(model[index], state=starts).log_z.reshape(5, 8)
     torch.testing.assert_close(result.log_z, everything.amax(1))
     # a model without a batch axis has restarts as well

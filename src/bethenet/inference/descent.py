@@ -53,7 +53,8 @@ class Descent(IterativeEngine):
     first: Engine | None = field(default_factory=lambda: BeliefPropagation(max_iterations=500, damping=0.5))
     """Whose node marginals the first start takes; with ``None`` it is random like the others."""
     noise: float = 1.0
-    """Standard deviation of the noise on the logits of a random start, which are otherwise the local evidence."""
+    """Standard deviation of the noise on the logits of a random start, which are otherwise the local evidence. The
+    first start gets a tenth of it."""
     inverse_temperatures: tuple[float, ...] = ()
     """Annealing of random starts: they descend with the log-potentials times each of these in turn, before the
     log-potentials are taken as they are. ``first`` is not used then."""
@@ -92,7 +93,7 @@ class Descent(IterativeEngine):
             return self.minimiser.init(state.point, evaluation, state)
         if softened is not potentials:
             local_evidence(potentials)  # raises where nothing is possible
-        point = _join(noisy_start(softened, self.noise, generator), softened)
+        point = _join(noisy_start(softened, self.noise, generator, self.restarts), softened)
         memory = None
         for beta in self.inverse_temperatures:
             heated = softened.map(lambda tensor, beta=beta: beta * tensor)
@@ -117,7 +118,7 @@ class Descent(IterativeEngine):
         return self._step(_soften(potentials), state)
 
     def beliefs(self, potentials: LogPotentials, state: State) -> Beliefs:
-        """The consistent beliefs, without the tiny mass of what is impossible. Where that is not tiny, no marginals were
+        """The consistent beliefs, without the tiny mass of what is impossible. Where it is not tiny, no marginals were
         found that avoid it; then it stays, and the free energy is infinite.
         """
         nodes = _split(potentials.graph, state.point)

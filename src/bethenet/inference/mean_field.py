@@ -37,7 +37,8 @@ class MeanField(IterativeEngine):
     restarts: int = 1
     """Random starts; the one with the best bound is returned. A warm start is the only start."""
     noise: float = 1.0
-    """Standard deviation of the noise on the first logits, which are otherwise the local evidence."""
+    """Standard deviation of the noise on the first logits, which are otherwise the local evidence. The first start of
+    several, or the only one, gets a tenth of it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,7 +61,9 @@ class MeanField(IterativeEngine):
     ) -> tuple[Tensor, ...]:
         """Node log-marginals, one tensor per variable group."""
         if state is None:
-            return tuple(log_normalize(logits, -1) for logits in noisy_start(potentials, self.noise, generator))
+            return tuple(
+                log_normalize(logits, -1) for logits in noisy_start(potentials, self.noise, generator, self.restarts)
+            )
         return tuple(table.expand(potentials.batch_size, -1, -1) for table in state)
 
     def state_from_beliefs(self, potentials: LogPotentials, beliefs: Beliefs) -> tuple[Tensor, ...]:

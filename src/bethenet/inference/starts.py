@@ -44,19 +44,22 @@ def local_evidence(potentials: LogPotentials) -> tuple[Float[Tensor, "batch vari
 
 
 def noisy_start(
-    potentials: LogPotentials, noise: float, generator: torch.Generator | None
+    potentials: LogPotentials, noise: float, generator: torch.Generator | None, restarts: int = 1
 ) -> tuple[Float[Tensor, "batch variables states"], ...]:
     """Node logits: the local evidence plus normal noise, which breaks symmetries and tells restarts apart.
 
-    Without a generator the noise is the same every time.
+    The first start of each member (restarts lie together in the batch) gets a tenth of the noise: local evidence is the
+    best single guess. Without a generator the noise is the same every time.
     """
     generator = generator or torch.Generator().manual_seed(0)
-    return tuple(
-        total
-        + noise
-        * torch.randn(total.shape, dtype=total.dtype, device=generator.device, generator=generator).to(total.device)
-        for total in local_evidence(potentials)
-    )
+    scale = torch.full((potentials.batch_size, 1, 1), noise, dtype=potentials.dtype, device=potentials.device)
+    scale[::restarts] *= 0.1
+
+    def drawn(like: Tensor) -> Tensor:
+        noise = torch.randn(like.shape, dtype=like.dtype, device=generator.device, generator=generator)
+        return noise.to(like.device)
+
+    return tuple(total + scale * drawn(total) for total in local_evidence(potentials))
 
 
 def best_of_restarts(
