@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import sys
@@ -45,6 +46,7 @@ def main() -> None:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor(),
         "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg(),
         "vocabulary": len(corpus.vocabulary),
         "sentences": len(corpus.train),
         "batches_in_epoch": len(epoch),

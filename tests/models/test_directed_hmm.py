@@ -2,6 +2,7 @@ import pytest
 import torch
 from chains import path_scores
 
+from bethenet import MemoryLimitError
 from bethenet.models.directed_hmm import DirectedHMM
 from bethenet.models.hidden_chain import HMMOptions
 from oracle import enumerate_model
@@ -84,3 +85,9 @@ def test_sampled_sentences_have_the_models_probabilities():
     expected = model.log_likelihood(every).exp()
     share = torch.bincount((words * torch.tensor([4, 2, 1])).sum(1), minlength=8) / count
     assert ((share - expected).abs() < 5 * (expected * (1 - expected) / count).sqrt()).all()
+
+
+def test_too_large_a_table_is_refused():
+    model = DirectedHMM(VOCABULARY, HMMOptions(states=512, order=4, embedding=4))
+    with pytest.raises(MemoryLimitError, match=r"tables of a chain of 512 states and order 4 need .* bytes"):
+        model.log_likelihood(words_of(2, 6))

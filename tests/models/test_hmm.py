@@ -184,6 +184,10 @@ def test_memory_limit_and_wrong_input():
     model = UndirectedHMM(VOCABULARY, HMMOptions(states=40, order=4, embedding=4, memory_limit=10**6))
     with pytest.raises(MemoryLimitError, match="belief propagation"):
         model.log_likelihood(words_of(2, 6))
+    large = UndirectedHMM(VOCABULARY, HMMOptions(states=512, order=4, embedding=4))
+    with pytest.raises(MemoryLimitError, match=r"tables of a chain of 512 states and order 4 need .* bytes"):
+        large.log_likelihood(words_of(2, 6))
+    assert torch.isfinite(large.bethe_log_likelihood(words_of(2, 6), ChainBeliefPropagation()).log_likelihood).all()
     with pytest.raises(ValueError, match="integer words"):
         model.score(torch.zeros(2, 3))
     with pytest.raises(ValueError, match="2 lengths"):
@@ -194,3 +198,22 @@ def test_memory_limit_and_wrong_input():
         HMMOptions(states=0)
     with pytest.raises(ValueError, match="vocabulary"):
         UndirectedHMM(0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu():
+    model, words = model_of(3), words_of(3, 6)
+    lengths = torch.tensor([4, 6, 1])
+    twin = UndirectedHMM(VOCABULARY, model.options).double().cuda()
+    twin.load_state_dict(model.state_dict())
+    there = (words.cuda(), lengths.cuda())
+    torch.testing.assert_close(twin.log_likelihood(there).cpu(), model.log_likelihood((words, lengths)))
+    torch.testing.assert_close(twin.posterior(there).cpu(), model.posterior((words, lengths)))
+    assert torch.equal(twin.most_likely_states(there)[0].cpu(), model.most_likely_states((words, lengths))[0])
+    for engine in (ChainBeliefPropagation(), ChainBeliefPropagation("flooding"), ChainKikuchi()):
+        ours, theirs = (m.bethe_log_likelihood(d, engine) for m, d in ((twin, there), (model, (words, lengths))))
+        torch.testing.assert_close(ours.log_likelihood.cpu(), theirs.log_likelihood)
+    torch.testing.assert_close(twin.log_potentials(words.cuda()).tables[0].cpu(), model.log_potentials(words).tables[0])
+    states, _ = twin.sample(5, 4, torch.Generator("cuda").manual_seed(0))
+    assert states.is_cuda

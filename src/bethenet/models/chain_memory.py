@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from bethenet.errors import MemoryLimitError
-from bethenet.models.chain_tables import ChainTables
+
+if TYPE_CHECKING:
+    from bethenet.models.chain_tables import ChainTables
 
 _WORKING_MESSAGES = 4
 """Messages alive beside those that are kept: the new one, its adjoint, the adjoint before it, the counts."""
+
+
+_INSTEAD = "take fewer states or a lower order, or infer with belief propagation (ChainBeliefPropagation)"
 
 
 def bytes_needed(
@@ -50,17 +56,26 @@ def check_memory(
     if needed > allowed:
         none = bytes_needed(0, steps, tables, dtype, keep=keep, log_domain=log_domain)
         chains = (allowed - none) * batch // (needed - none)
-        advice = (
-            f"take at most {chains} chains at a time"
-            if chains > 0
-            else "take fewer states or a lower order, or infer with belief propagation (ChainBeliefPropagation)"
-        )
+        advice = f"take at most {chains} chains at a time" if chains > 0 else _INSTEAD
         raise MemoryLimitError(
             f"exact inference in {batch} chains of {steps} steps, {tables.states} states and order {tables.order} "
             f"needs {needed:,} bytes, over the limit of {allowed:,}; {advice}",
             bytes_needed=needed,
             bytes_allowed=allowed,
             width=tables.order + 1,
+        )
+
+
+def check_tables(entries: int, like: Tensor, order: int, states: int) -> None:
+    """Raise `MemoryLimitError` where a chain's tables of so many entries, of the type of ``like``, would not fit."""
+    needed, allowed = entries * like.element_size(), device_limit(like.device)
+    if needed > allowed:
+        raise MemoryLimitError(
+            f"the tables of a chain of {states} states and order {order} need {needed:,} bytes, over the limit of "
+            f"{allowed:,}; {_INSTEAD}",
+            bytes_needed=needed,
+            bytes_allowed=allowed,
+            width=order + 1,
         )
 
 

@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from bethenet.models.chain_memory import check_tables
+
 MAX_ORDER = 4
 
 
@@ -36,6 +38,7 @@ class ChainTables:
             raise ValueError(f"transitions: expected shape [order, states, states], got {list(transitions.shape)}")
         order, states = transitions.shape[:2]
         _check_order(order)
+        check_tables(3 * states**order, transitions, order, states)
         starts = [transitions.new_zeros(1, states)]
         for lag in range(1, order):
             # the state ``lag`` steps back is the oldest of the history, so its axis comes first

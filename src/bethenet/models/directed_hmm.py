@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bethenet.graph import FactorGraph
+from bethenet.models.chain_memory import check_tables
 from bethenet.models.chain_tables import ChainTables
 from bethenet.models.hidden_chain import HiddenChain, HMMOptions, ResidualNorm
 
@@ -34,9 +35,15 @@ class DirectedHMM(HiddenChain):
         """Log P(z_t | history), ``[states + 1] * order + [states]``: z_{t-M} first, the start symbol last on each axis.
 
         Rows with a start symbol after a state are there and never read.
+
+        Raises:
+            MemoryLimitError: the table and what its gradient needs would not fit.
         """
+        order, states, size = self.options.order, self.options.states, self.next_states.shape[1]
+        # a row a history: its embeddings, what the transformation keeps for its gradient, logits and probabilities
+        check_tables((states + 1) ** order * (6 * size + 3 * states), self.next_states, order, states)
         symbols = torch.cat([self.state_embeddings, self.start_embedding])
-        histories = self.history_transform.of_tuples(symbols, self.options.order)
+        histories = self.history_transform.of_tuples(symbols, order)
         return functional.log_softmax(histories @ self.next_states.T, -1)
 
     def tables(self) -> ChainTables:
