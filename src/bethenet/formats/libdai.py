@@ -72,10 +72,11 @@ def _locate_blocks(numbers: Numbers) -> _Blocks:
     # a block takes at least two numbers: those of its variables and of its entries
     numbers.require(1, 2 * factors, f"numbers or more, for {factors} factors")
     value, position = numbers.values.item, 1
-    found: tuple[list[float], ...] = ([], [], [], [])
-    arities, scopes, starts, counts = (column.append for column in found)
+    heads, arities, counts = [], [], []
+    known = 0
     for factor in range(factors):
-        numbers.read_to(min(position, total - 1))
+        if position >= known:
+            known = numbers.read_to(position)
         arity = value(position) if position < total else -1.0
         if not (arity >= 0 and arity.is_integer()):
             numbers.whole(position, f"the number of factor {factor}'s variables")
@@ -84,19 +85,20 @@ def _locate_blocks(numbers: Numbers) -> _Blocks:
                 position + 1, 2 * arity + 1, f"labels, state counts and number of entries of factor {factor}"
             )
         entries = position + 2 + 2 * int(arity)
-        numbers.read_to(entries - 1)
+        if entries > known:
+            known = numbers.read_to(entries - 1)
         listed = value(entries - 1)
         if not (listed >= 0 and listed.is_integer()):
             numbers.whole(entries - 1, f"the number of factor {factor}'s entries")
         if entries + 2 * listed > total:
             numbers.require(entries, 2 * listed, f"indices and values of factor {factor}'s entries")
-        arities(arity)
-        scopes(position + 1)
-        starts(entries)
-        counts(listed)
+        heads.append(position)
+        arities.append(arity)
+        counts.append(listed)
         position = entries + 2 * int(listed)
     numbers.require_end(position)
-    return _Blocks(*(np.array(column, dtype=np.int64) for column in found))
+    scopes, sizes, listed_counts = (np.array(column, dtype=np.int64) for column in (heads, arities, counts))
+    return _Blocks(sizes, scopes + 1, scopes + 2 + 2 * sizes, listed_counts)
 
 
 def _scope_positions(blocks: _Blocks, factors: Integers) -> Integers:

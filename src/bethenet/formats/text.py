@@ -81,9 +81,9 @@ class Numbers:
         """How many numbers have been read so far: a file is read no further than its own promises ask for."""
         return self._first[self._chunks_read]
 
-    def read_to(self, position: int) -> None:
-        """Read the number at a position and all before it."""
-        while self.numbers_read <= position:
+    def read_to(self, position: int) -> int:
+        """Read the number at a position, if there is one, and all before it; how many have then been read."""
+        while self.numbers_read <= position and self._chunks_read < len(self._chunks):
             begin, end = self._chunks[self._chunks_read]
             place = slice(self.numbers_read, self._first[self._chunks_read + 1])
             tokens = self._text[begin:end].split()
@@ -91,6 +91,7 @@ class Numbers:
             self.values[place] = self._floats(tokens, lengths, begin, end)
             self.logarithms[place] = read_logarithms(tokens, self.values[place], lengths)
             self._chunks_read += 1
+        return self.numbers_read
 
     def at(self, positions: Integers) -> Floats:
         """The numbers at positions (any shape) that exist."""

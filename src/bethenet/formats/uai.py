@@ -65,8 +65,10 @@ def _read_scopes(
     numbers.require(position, 3 * factors, f"numbers or more, for {factors} factors")
     heads, found = [], []
     value, variables, total = numbers.values.item, len(counts), len(numbers)
+    known = 0
     for factor in range(factors):
-        numbers.read_to(min(position, total - 1))
+        if position >= known:
+            known = numbers.read_to(position)
         arity = value(position) if position < total else -1.0
         if not (0 <= arity <= variables and arity.is_integer()):
             numbers.whole(position, f"the number of factor {factor}'s variables", 0, variables)
