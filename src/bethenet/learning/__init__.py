@@ -10,6 +10,7 @@
 """
 
 from bethenet.learning.amortized import BeliefPredictor, ByNetwork
+from bethenet.learning.contrastive import ContrastiveDivergence, PersistentContrastiveDivergence
 from bethenet.learning.direct import DirectLikelihood, PseudoLikelihood
 from bethenet.learning.evaluators import HeldOutLikelihood, negative_log_likelihood
 from bethenet.learning.likelihood import Likelihood
@@ -27,6 +28,7 @@ __all__ = [
     "BeliefPredictor",
     "ByEngine",
     "ByNetwork",
+    "ContrastiveDivergence",
     "DirectLikelihood",
     "EngineRefinement",
     "HeldOutLikelihood",
@@ -34,6 +36,7 @@ __all__ = [
     "LogPartition",
     "Objective",
     "OptimizerOptions",
+    "PersistentContrastiveDivergence",
     "PseudoLikelihood",
     "Schedule",
     "Trainer",

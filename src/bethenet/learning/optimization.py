@@ -176,7 +176,7 @@ class FusedAdam:
         slopes = [gradient.contiguous() for gradient in gradients if gradient is not None]
         if self.options.clip_norm is not None:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(slopes)))
-            slopes = torch._foreach_mul(slopes, (self.options.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+            slopes = list(torch._foreach_mul(slopes, (self.options.clip_norm / (norm + 1e-6)).clamp(max=1.0)))
         parameters, means, squares, counts = (
             [tensors[number] for number in given]
             for tensors in (self.parameters, self.means, self.squares, self.counts)

@@ -7,9 +7,11 @@ from bethenet.models.directed_hmm import DirectedHMM
 from bethenet.models.hidden_chain import HMMOptions
 from bethenet.models.hmm import UndirectedHMM
 from bethenet.models.ising import IsingModel
+from bethenet.models.rbm import RBM
 from bethenet.models.tables import TableModel
 
 __all__ = [
+    "RBM",
     "ChainBeliefPropagation",
     "ChainKikuchi",
     "DirectedHMM",

@@ -183,6 +183,10 @@ class RBM(Model):
 
     # --- exact computations, where one side is small ----------------------------------------------------------------
 
+    def log_likelihood(self, data: Tensor) -> Float[Tensor, "samples 1"]:
+        """Exact log-probability (nats) of each visible configuration, where `log_z` can be had."""
+        return self.score(data) - self.log_z()
+
     def log_z(self, max_units: int = 20) -> Float[Tensor, ""]:
         """Exact log partition function (nats), differentiable, by enumerating the smaller side.
 

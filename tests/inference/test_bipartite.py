@@ -1,0 +1,95 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bethenet import FactorGraph, LogPotentials
+from bethenet.inference.bipartite import BipartiteBeliefPropagation
+from bethenet.inference.bp import BeliefPropagation
+from bethenet.models.rbm import RBM
+from oracle import enumerate_model
+
+
+def random_machine(left, right, scale=1.0, seed=0, batch=1, unary=True):
+    graph = FactorGraph.bipartite(left, right, unary=unary)
+    generator = torch.Generator().manual_seed(seed)
+    tables = [
+        scale * torch.randn(batch, len(group), *group.table_shape, dtype=torch.float64, generator=generator)
+        for group in graph.factor_groups
+    ]
+    return LogPotentials(graph, tables)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 1000), st.booleans())
+def test_the_same_as_belief_propagation(left, right, seed, unary):
+    potentials = random_machine(left, right, 0.5, seed, batch=2, unary=unary)
+    ours = BipartiteBeliefPropagation(tolerance=1e-11).run(potentials)
+    theirs = BeliefPropagation(tolerance=1e-11).run(potentials)
+    assert ours.converged.all()
+    assert theirs.converged.all()
+    torch.testing.assert_close(ours.log_z, theirs.log_z)
+    for mine, other in zip(ours.beliefs.log_tables, theirs.beliefs.log_tables, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_exact_on_a_star_however_strong():
+    potentials = random_machine(1, 6, 30.0)
+    result = BipartiteBeliefPropagation().run(potentials)
+    truth = enumerate_model(potentials)
+    torch.testing.assert_close(result.log_z, truth.log_z)
+    for variable in range(7):
+        torch.testing.assert_close(result.beliefs.node_marginals[:, variable], truth.marginal((variable,)))
+
+
+def test_batch_is_its_members_one_by_one():
+    potentials = random_machine(4, 3, batch=5)
+    together = BipartiteBeliefPropagation(damping=0.2).run(potentials)
+    for member in range(5):
+        alone = BipartiteBeliefPropagation(damping=0.2).run(potentials[member : member + 1])
+        torch.testing.assert_close(together.log_z[member], alone.log_z[0])
+        assert together.iterations[member] == alone.iterations[0]
+
+
+def test_the_gradient_of_log_z_is_the_beliefs():
+    potentials = random_machine(4, 3)
+    tables = [table.requires_grad_() for table in potentials.tables]
+    result = BipartiteBeliefPropagation(tolerance=1e-12).run(LogPotentials(potentials.graph, tables))
+    result.log_z.sum().backward()
+    for table, belief in zip(tables, result.beliefs.factor_log_tables, strict=True):
+        torch.testing.assert_close(table.grad, belief.exp())
+
+
+def test_soft_evidence_and_shared_tables():
+    potentials = RBM(5, 4, weight_scale=0.7, generator=torch.Generator().manual_seed(3)).double().log_potentials()
+    weighted = potentials.clamp({0: torch.tensor([[0.2, 0.8], [0.5, 0.1]], dtype=torch.float64)})
+    ours = BipartiteBeliefPropagation(tolerance=1e-11).run(weighted)
+    theirs = BeliefPropagation(tolerance=1e-11).run(weighted)
+    torch.testing.assert_close(ours.log_z, theirs.log_z)
+    shared = LogPotentials(FactorGraph.bipartite(3, 2), [torch.randn(1, 1, 2), torch.randn(1, 1, 2, 2)])
+    torch.testing.assert_close(BipartiteBeliefPropagation().run(shared).log_z, BeliefPropagation().run(shared).log_z)
+
+
+def test_starts_from_beliefs_where_they_left_off():
+    potentials = random_machine(5, 4, 0.6)
+    engine = BipartiteBeliefPropagation(tolerance=1e-11)
+    result = engine.run(potentials)
+    problem = engine.prepare(potentials)
+    state = engine.init(problem, engine.state_from_beliefs(problem, result.beliefs))
+    torch.testing.assert_close(state.to_left, result.state.to_left)
+    assert engine.run(potentials, state=state).iterations.item() == 1
+
+
+def test_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match=r"FactorGraph\.bipartite"):
+        BipartiteBeliefPropagation().run(LogPotentials.random(FactorGraph.grid(2, 2)))
+    with pytest.raises(ValueError, match=r"FactorGraph\.bipartite"):
+        BipartiteBeliefPropagation().run(LogPotentials.random(FactorGraph.bipartite(2, 2, 3, 2)))
+    potentials = random_machine(2, 2)
+    with pytest.raises(ValueError, match="finite"):
+        BipartiteBeliefPropagation().run(potentials.clamp({0: 1}))
+    with pytest.raises(ValueError, match="damping"):
+        BipartiteBeliefPropagation(damping=1.0)
+    other = BipartiteBeliefPropagation().run(random_machine(3, 2)).state
+    with pytest.raises(ValueError, match="state"):
+        BipartiteBeliefPropagation().run(potentials, state=other)
