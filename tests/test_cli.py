@@ -134,7 +134,7 @@ def test_float32(path):
     assert infer(path, "--dtype", "float32")["log_z"] == pytest.approx(infer(path)["log_z"], rel=1e-5)
 
 
-@pytest.mark.parametrize("method", [method for method in ENGINES if method != "exact"])
+@pytest.mark.parametrize("method", [method for method in ENGINES if method not in ("exact", "network")])
 def test_every_method_gives_the_same_object(path, method):
     found = infer(path, "--method", method, "--max-iterations", 200, "--seed", 0)
     assert found["method"] == method
@@ -242,7 +242,7 @@ def test_impossible_evidence(tmp_path):
     assert "probability zero" in error("sample", tmp_path / "a.uai", "--evidence", tmp_path / "a.evid")
 
 
-@pytest.mark.parametrize("method", ENGINES)
+@pytest.mark.parametrize("method", [method for method in ENGINES if method != "network"])
 def test_impossible_evidence_is_never_a_result(tmp_path, method):
     (tmp_path / "a.uai").write_text("MARKOV\n2\n2 2\n1\n2 0 1\n4\n1 0 1 0\n")
     (tmp_path / "a.evid").write_text("1 1 1\n")
@@ -270,6 +270,13 @@ def test_wrong_options(path):
         ["--seed", "9" * 30],
     ):
         assert "Error" in run("infer", path, *wrong, code=2).stderr
+
+
+def test_a_network_that_is_not_there(path, tmp_path):
+    assert error("infer", path, "--method", "network") == ("error: --method network needs a trained one: --network DIR")
+    assert "--network: the method 'exact' has no such option" in error("infer", path, "--network", tmp_path)
+    assert str(tmp_path / "none") in error("infer", path, "--method", "network", "--network", tmp_path / "none")
+    assert str(tmp_path) in error("infer", path, "--method", "network", "--network", tmp_path)
 
 
 def test_no_cuda(path, monkeypatch):

@@ -18,6 +18,7 @@ from bethenet.cli.common import (
     ExitCode,
     Failure,
     Precision,
+    check_device,
     check_output,
     emit,
     format_bytes,
@@ -100,6 +101,7 @@ def infer(
     """Marginals, log Z or the most probable state of a model, given evidence."""
     with reporting():
         check_output(output)
+        check_device(device)
         options: dict[str, Any] = {
             "memory_limit": memory_limit,
             "max_iterations": max_iterations,
@@ -179,9 +181,9 @@ def sample(
     seed: Seed = None,
     output: Output = None,
 ) -> None:
-    """Exact samples of a model, given evidence: one line of states a sample, or an array [n, variables] in a .npy file.
+    """Exact samples of a model, given evidence: one line of states a sample, or an array (n x variables) in a .npy file.
 
-    Where the evidence file holds several samples, the array is [n, evidence, variables], and a .npy file is needed.
+    Where the evidence file holds several samples, the array is n x evidence x variables, and a .npy file is needed.
     """
     with reporting():
         check_output(output)
@@ -261,8 +263,7 @@ def reproduce(
         found = find_experiment(experiment)
         folder = output or Path("runs") / experiment
         settings = Settings(folder, quick=quick, seeds=seeds, device=device.value, resume=resume, data=data)
-        if device is Device.CUDA and not torch.cuda.is_available():
-            raise Failure("--device cuda: no CUDA device is available here")
+        check_device(device)
         try:
             written = run_experiment(found, settings)
         except KeyboardInterrupt:

@@ -84,10 +84,15 @@ def say(message: str) -> None:
                                markup=False, highlight=False)  # fmt: skip
 
 
-def load(model: Path, evidence: Path | None, device: Device, dtype: Precision) -> LogPotentials:
-    """A model with its evidence, where and as it is to be computed with."""
+def check_device(device: Device) -> None:
+    """Refuse a device that is not there."""
     if device is Device.CUDA and not torch.cuda.is_available():
         raise Failure("--device cuda: no CUDA device is available here")
+
+
+def load(model: Path, evidence: Path | None, device: Device, dtype: Precision) -> LogPotentials:
+    """A model with its evidence, where and as it is to be computed with."""
+    check_device(device)
     potentials = read_model(model)
     if evidence is not None:
         potentials = potentials.clamp(read_evidence(evidence, potentials.graph))
