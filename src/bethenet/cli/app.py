@@ -181,7 +181,7 @@ def sample(
     seed: Seed = None,
     output: Output = None,
 ) -> None:
-    """Exact samples of a model, given evidence: one line of states a sample, or an array (n x variables) in a .npy file.
+    """Exact samples of a model, given evidence: one line of states a sample, or a .npy array (n x variables).
 
     Where the evidence file holds several samples, the array is n x evidence x variables, and a .npy file is needed.
     """
