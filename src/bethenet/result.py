@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -64,3 +65,11 @@ class InferenceResult:
 def worst(statuses: Sequence[Status]) -> Status:
     """The worst of several statuses; an empty batch has converged."""
     return max(statuses, key=_BADNESS.__getitem__, default=Status.CONVERGED)
+
+
+def judged(statuses: Sequence[Status], log_z: Float[Tensor, " batch"]) -> tuple[Status, ...]:
+    """The statuses, but diverged wherever log Z is NaN or plus infinity, as only a wrong input makes it."""
+    wrong = torch.isnan(log_z) | (log_z == math.inf)
+    if not bool(wrong.any()):
+        return tuple(statuses)
+    return tuple(Status.DIVERGED if bad else status for status, bad in zip(statuses, wrong.tolist(), strict=True))

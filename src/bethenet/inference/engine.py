@@ -23,7 +23,7 @@ from torch import Tensor
 from bethenet.beliefs import Beliefs
 from bethenet.free_energy import free_energy
 from bethenet.potentials import LogPotentials
-from bethenet.result import InferenceResult, Status
+from bethenet.result import InferenceResult, Status, judged
 
 State = Any
 """Nested tuples of tensors ``[batch, ...]`` (or ``None``)."""
@@ -100,11 +100,12 @@ class IterativeEngine(ABC):
             loop = Loop(self, problem, self.init(problem, state, generator))
             loop.run(started)
             beliefs = self.beliefs(problem, loop.state)
+        log_z = self.log_z(potentials, problem, loop.state, beliefs)
         return InferenceResult(
             method=self.name,
             beliefs=beliefs,
-            log_z=self.log_z(potentials, problem, loop.state, beliefs),
-            member_status=loop.statuses(),
+            log_z=log_z,
+            member_status=judged(loop.statuses(), log_z.detach()),
             iterations=loop.iterations,
             residual=loop.residual,
             seconds=time.perf_counter() - started,

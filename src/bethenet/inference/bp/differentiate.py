@@ -13,7 +13,7 @@ from torch import Tensor
 from bethenet.inference.bp.problem import Problem
 from bethenet.inference.engine import Loop, State, map_tensors
 from bethenet.potentials import LogPotentials
-from bethenet.result import InferenceResult
+from bethenet.result import InferenceResult, judged
 
 if TYPE_CHECKING:
     from bethenet.inference.bp.message_passing import MessagePassing, MessageState
@@ -41,11 +41,12 @@ def run_differentiably(
     elif engine.gradient == "implicit":
         last = _at_fixed_point(engine, recorded, constant, last)
     beliefs = engine.beliefs(recorded, last)
+    log_z = engine.log_z(potentials, recorded, last, beliefs)
     return InferenceResult(
         method=engine.name,
         beliefs=beliefs,
-        log_z=engine.log_z(potentials, recorded, last, beliefs),
-        member_status=loop.statuses(),
+        log_z=log_z,
+        member_status=judged(loop.statuses(), log_z.detach()),
         iterations=loop.iterations,
         residual=loop.residual,
         seconds=time.perf_counter() - started,

@@ -18,7 +18,7 @@ from bethenet.inference.exact.memory import Task
 from bethenet.inference.exact.planning import ORDERS, Choice, planner_for
 from bethenet.inference.exact.problem import Problem
 from bethenet.potentials import LogPotentials
-from bethenet.result import InferenceResult, Status
+from bethenet.result import InferenceResult, Status, judged
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Exact:
             method=self.name,
             beliefs=beliefs,
             log_z=log_z,
-            member_status=(Status.CONVERGED,) * batch,
+            member_status=judged((Status.CONVERGED,) * batch, log_z.detach()),
             iterations=torch.ones(batch, dtype=torch.long, device=device),
             residual=torch.zeros(batch, dtype=potentials.dtype, device=device),
             seconds=time.perf_counter() - started,
