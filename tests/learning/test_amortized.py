@@ -20,7 +20,7 @@ from bethenet.learning import (
 )
 from bethenet.learning.amortized import cross_entropy
 from bethenet.models import IsingModel, TableModel
-from bethenet.networks import ConsistentHead, InferenceNetwork
+from bethenet.networks import ConsistentHead, InferenceNetwork, NodeTable
 from bethenet.numerics import safe_log
 
 
@@ -263,6 +263,29 @@ def test_refined_beliefs_are_the_networks_target_and_the_models_beliefs():
     expected = cross_entropy(network(potentials), target) + network.penalty(network(potentials))
     torch.testing.assert_close(first.loss, expected)
     torch.testing.assert_close(second.loss, -free_energy(potentials, target) - model.score(batch.data).mean(0))
+
+
+def test_reused_beliefs_are_those_that_the_network_was_aimed_at():
+    model = IsingModel.grid(2, 3)
+    network = InferenceNetwork(NodeTable.around_zero(model.log_potentials()), ConsistentHead())
+    refined = []
+
+    def refine(potentials, beliefs):
+        refined.append(EngineRefinement(BeliefPropagation(), 2)(potentials, beliefs))
+        return refined[-1]
+
+    side = ByNetwork(network, refine=refine, learn_from="refined", targets="nodes", reuse=True)
+    objective = Likelihood(model, side)
+    batch = Batch(torch.zeros(4, 6, dtype=torch.long), 4)
+    _, update = objective.updates(batch)
+    assert len(refined) == 1
+    expected = -free_energy(model.log_potentials(), refined[0]) - model.score(batch.data).mean(0)
+    torch.testing.assert_close(update.loss, expected)
+    objective.eval()
+    objective.evaluate(batch)
+    assert len(refined) == 2
+    with pytest.raises(ValueError, match="reuse"):
+        ByNetwork(network, refine=refine, reuse=True)
 
 
 def test_cross_entropy_is_least_at_the_target():

@@ -69,6 +69,8 @@ class ByNetwork(LogPartition):
             cross-entropy towards the ``"refined"`` beliefs (plus penalty).
         targets: which beliefs that cross-entropy compares: all ``"regions"`` of the region graph, or single variables
             (``"nodes"``), which suffices where a network's other beliefs follow from those.
+        reuse: in training, let the model use the refined beliefs that the network's last step was aimed at, instead of
+            predicting and refining once more: half the work, but the network's step shows only in the next update.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class ByNetwork(LogPartition):
         refine: Refinement | None = None,
         learn_from: Literal["free energy", "refined"] = "free energy",
         targets: Literal["regions", "nodes"] = "regions",
+        reuse: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(network, nn.Module):
@@ -91,11 +94,16 @@ class ByNetwork(LogPartition):
             raise ValueError(f"targets: expected 'regions' or 'nodes', got {targets!r}")
         if learn_from == "refined" and refine is None:
             raise ValueError("learning from refined beliefs needs a refinement: pass `refine`")
+        if reuse and (learn_from != "refined" or steps == 0):
+            raise ValueError("there is something to reuse only where the network takes steps and learns from refined")
         self.network: Any = network
         self.steps = steps
         self.refine = refine
         self.learn_from = learn_from
         self.targets = targets
+        self.reuse = reuse
+        self.aim: Beliefs | None = None
+        """Where the sweeps ended that the network's last step was aimed at."""
 
     def estimate(
         self,
@@ -106,6 +114,9 @@ class ByNetwork(LogPartition):
         generator: torch.Generator | None = None,
     ) -> Estimate:
         """Minus the free energy at the network's (refined) beliefs, held constant."""
+        if self.reuse and self.training and self.aim is not None:
+            beliefs, self.aim = self.aim, None
+            return Estimate(-free_energy(potentials, beliefs), beliefs)
         with torch.no_grad():
             constant = potentials.detach()
             beliefs = self.network(constant, batch.data if clamped else None)
@@ -122,6 +133,7 @@ class ByNetwork(LogPartition):
         if self.learn_from == "refined" and self.refine is not None:
             with torch.no_grad():
                 target = self.refine(potentials, beliefs.detach())
+            self.aim = target if self.reuse else None
             first = len(target.log_tables) - len(target.node_log_tables) if self.targets == "nodes" else 0
             fit = cross_entropy(beliefs, target, first)
         else:

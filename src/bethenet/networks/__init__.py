@@ -5,6 +5,7 @@ from bethenet.networks.heads import ConsistentHead, PenalizedHead
 from bethenet.networks.network import IndependentEncoders, InferenceNetwork
 from bethenet.networks.region_network import RegionNetwork
 from bethenet.networks.symbolic import BidirectionalLSTM, ReadoutOptions, SymbolicEncoder, Transformer
+from bethenet.networks.table import NodeTable
 
 __all__ = [
     "BidirectionalLSTM",
@@ -13,6 +14,7 @@ __all__ = [
     "IndependentEncoders",
     "InferenceNetwork",
     "NodeFeatures",
+    "NodeTable",
     "PenalizedHead",
     "ReadoutOptions",
     "RegionNetwork",
