@@ -71,6 +71,21 @@ class ChainBeliefs:
         pairs = torch.einsum("tbi,ij,tbj->btij", edges.earlier[row], edges.tables[row], edges.later[row])
         return pairs[:, : max(0, steps - lag)]
 
+    def inconsistency(self) -> Float[Tensor, " batch"]:
+        """Largest disagreement of a pair's belief with the marginal of one of its steps."""
+        edges, nodes = self.edges, self.node_marginals.transpose(0, 1)
+        shape, lags = edges.earlier.shape, len(edges.tables)
+        reached = torch.bmm(edges.earlier.flatten(1, 2), edges.tables).reshape(shape) * edges.later
+        back = torch.bmm(edges.later.flatten(1, 2), edges.tables.transpose(1, 2)).reshape(shape) * edges.earlier
+        worst = nodes.new_zeros(shape[2])
+        for row, lag in enumerate(range(self.order, self.order - lags, -1)):
+            count = max(0, shape[1] - lag)
+            real = edges.earlier[row, :count].sum(-1, keepdim=True) > 0
+            for said, node in ((back[row, :count], nodes[:count]), (reached[row, :count], nodes[lag:])):
+                gap = torch.where(real, (said - node).abs(), torch.zeros_like(said))
+                worst = torch.cat([worst.unsqueeze(0), gap.amax(2)]).amax(0)
+        return worst
+
     def pair_sums(self, weights: Float[Tensor, " batch"] | None = None) -> Float[Tensor, "order states states"]:
         """Sum over steps and (weighted) chains of the pairs' beliefs, one table a lag, the shortest first."""
         edges = self.edges
@@ -136,14 +151,7 @@ class ChainBeliefPropagation:
                 residual, old = change.amax((0, 2)), new
                 if self.tolerance and bool((residual <= self.tolerance).all()):
                     break
-            edges, energy = passing.edge_energy(old)
-            weights = old.exp() * passing.real
-            nodes = negative_entropy_terms(old) * passing.real - times_log(weights, passing.unary)
-            value = -energy - nodes.sum((0, 2))
-            value = value.masked_fill(passing.impossible, -math.inf)
-        log_z: Tensor = Envelope.apply(value, unary, transitions, weights.transpose(0, 1), *edges)
-        messages = ChainMessages(passing.forward, passing.backward)
-        return ChainBeliefs(log_z, old.transpose(0, 1), residual, messages, edges, passing.order)
+        return passing.beliefs(unary, transitions, old, residual)
 
 
 class Passing:
@@ -217,15 +225,27 @@ class Passing:
 
     def flood(self) -> None:
         """All messages from the previous ones."""
-        order, steps = self.order, self.steps
         known = self.known()
-        forward, backward = self.forward[:, order:], self.backward[:, order:]
-        new_forward = self._pass((known - backward).flatten(1, 2), self.tables, forward.flatten(1, 2))
-        later = known[self.partners] - forward
-        new_backward = self._pass(later.flatten(1, 2), self.tables.transpose(1, 2), backward.flatten(1, 2))
-        shape = forward.shape
-        self.forward[:, order:] = new_forward.reshape(shape)
-        self.backward[:, order : order + steps] = new_backward.reshape(shape) * self.edge_real
+        forward, backward = self._forwards(known), self._backwards(known)
+        self.forward[:, self.order :], self.backward[:, self.order :] = forward, backward
+
+    def scale(self, known: Float[Tensor, "steps batch states"]) -> None:
+        """All messages that bring the pairs' beliefs nearer to given log-marginals: one iteration of proportional
+        fitting, after which they agree with those of the pairs' earlier steps.
+        """
+        self.forward[:, self.order :] = self._forwards(known)
+        self.backward[:, self.order :] = self._backwards(known)
+
+    def _forwards(self, known: Tensor) -> Tensor:
+        forward, backward = self.forward[:, self.order :], self.backward[:, self.order :]
+        sent = self._pass((known - backward).flatten(1, 2), self.tables, forward.flatten(1, 2))
+        return sent.reshape(forward.shape)
+
+    def _backwards(self, known: Tensor) -> Tensor:
+        forward, backward = self.forward[:, self.order :], self.backward[:, self.order :]
+        later = (known[self.partners] - forward).flatten(1, 2)
+        sent = self._pass(later, self.tables.transpose(1, 2), backward.flatten(1, 2))
+        return sent.reshape(backward.shape) * self.edge_real
 
     def _arriving(self) -> Tensor:
         """For each step the sum of what earlier steps sent it."""
@@ -269,6 +289,17 @@ class Passing:
         degrees = degrees.index_add(0, self.partners.flatten(), self.edge_real.flatten(0, 1))
         nodes = (negative_entropy_terms(known) * degrees).sum((0, 2))
         return EdgeFactors(earlier * share, self.tables, later), edges.sum((0, 1)) - nodes
+
+    def beliefs(self, unary: Tensor, transitions: Tensor, known: Tensor, residual: Tensor) -> ChainBeliefs:
+        """What the messages say, given the nodes' log-beliefs. ``log_z`` is differentiable in the first two."""
+        with torch.no_grad():
+            edges, energy = self.edge_energy(known)
+            weights = known.exp() * self.real
+            nodes = negative_entropy_terms(known) * self.real - times_log(weights, self.unary)
+            value = (-energy - nodes.sum((0, 2))).masked_fill(self.impossible, -math.inf)
+        log_z: Tensor = Envelope.apply(value, unary, transitions, weights.transpose(0, 1), *edges)
+        messages = ChainMessages(self.forward, self.backward)
+        return ChainBeliefs(log_z, known.transpose(0, 1), residual, messages, edges, self.order)
 
 
 class Envelope(torch.autograd.Function):

@@ -156,6 +156,11 @@ class HiddenChain(Model):
         """The chain as long as the sentences, with no words observed."""
         return self.log_potentials(split(data)[0].shape[1])
 
+    def both(self, data: Sentences) -> tuple[LogPotentials, LogPotentials]:
+        """The chain with no words observed and those given the sentences, of one draw of dropout."""
+        given = self.log_potentials(data)
+        return LogPotentials(given.graph, given.tables), given
+
     # --- exact inference --------------------------------------------------------------------------------------------
 
     def log_partition(self, steps: int) -> Float[Tensor, " steps"]:
