@@ -1,0 +1,223 @@
+"""Learning undirected hidden Markov models by Bethe's or Kikuchi's approximation: l_{F,z} of the paper (equation 4).
+
+``-log Z(x) + log Z``, both sides by the same approximation, so that their biases cancel as far as they do. The chain
+without words is one more row of the batch; its messages are kept from minibatch to minibatch, one set for each length.
+The model's gradient is the difference of the two sides' beliefs, summed over steps by matrix products: no table per
+edge is formed.
+
+Exact learning needs nothing of this: `bethenet.learning.DirectLikelihood` takes the model's own ``log_likelihood``.
+The paper's penalised networks learn by `Likelihood` with a `ByNetwork` on either side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from bethenet.learning.objective import Batch, Objective, Update
+from bethenet.learning.persistence import StateMemory
+from bethenet.models.base import Model
+from bethenet.models.chain_bp import ChainBeliefPropagation, ChainBeliefs, ChainMessages
+from bethenet.models.chain_consistent import consistent_chain_beliefs
+from bethenet.models.chain_kikuchi import ChainKikuchi
+from bethenet.models.hidden_chain import split
+from bethenet.models.hmm import UndirectedHMM
+from bethenet.networks.marginals import MarginalNetwork
+from bethenet.numerics import times_log
+
+Regularizer = Callable[[Any], Tensor]
+
+
+class CouplingPenalty:
+    """A term of the loss (nats per sentence): sum over lags of a weight times the square of the coupling's size.
+
+    The size is that of `UndirectedHMM.coupling_sizes`: what a lag's table adds to its two states separately is free.
+
+    Args:
+        weights: one a lag, the shortest first.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        if any(not weight >= 0 for weight in weights):
+            raise ValueError(f"weights: expected numbers of at least 0, got {list(weights)}")
+        self.weights = tuple(weights)
+
+    def __call__(self, model: Model) -> Float[Tensor, ""]:
+        """The penalty of a model."""
+        if not isinstance(model, UndirectedHMM) or model.options.order != len(self.weights):
+            raise ValueError(f"expected an undirected model of order {len(self.weights)}, one weight a lag")
+        tables = model.transitions()
+        centred = tables - tables.mean(1, keepdim=True) - tables.mean(2, keepdim=True) + tables.mean((1, 2), True)
+        squares = centred.square().mean((1, 2))
+        # numbers, not a tensor: a copy to the device would wait for it
+        return torch.stack([squares[lag] * weight for lag, weight in enumerate(self.weights)]).sum()
+
+
+class ChainLikelihood(Objective):
+    """Negative log-likelihood per sentence (nats), both log Z by messages. Sentences in a minibatch are equally long.
+
+    Args:
+        model: the model.
+        engine: what infers, and how many iterations a minibatch it may take.
+        persistent: whether the chains without words start from where they stopped last. Those with words start anew.
+        regularizer: a term of the model's loss, in nats per sentence, that is not part of the reported objective.
+    """
+
+    def __init__(
+        self,
+        model: UndirectedHMM,
+        engine: ChainBeliefPropagation | ChainKikuchi,
+        *,
+        persistent: bool = True,
+        regularizer: Regularizer | None = None,
+    ) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.engine = engine
+        self.persistent = persistent
+        self.regularizer = regularizer
+        self.memory = StateMemory()
+
+    def updates(self, batch: Batch, generator: torch.Generator | None = None) -> Iterator[Update]:
+        """One step."""
+        found = self._infer(batch)
+        self._remember(found)
+        yield self._model_update(_objective(found.log_z), lambda: _diagnostics(found))
+
+    def evaluate(self, batch: Batch, generator: torch.Generator | None = None) -> Mapping[str, Tensor]:
+        """The objective, and how inconsistent the beliefs behind it are."""
+        found = self._infer(batch)
+        return {"objective": _objective(found.log_z), **_diagnostics(found)}
+
+    def _infer(self, batch: Batch) -> ChainBeliefs:
+        """Beliefs about the sentences and, in the last row, about the chain without words."""
+        words = _equally_long(batch)
+        unary, transitions = self.model.unary(words), self.model.transitions()
+        return self._run(unary, transitions, self._free(unary).after(len(words)))
+
+    def _run(self, unary: Tensor, transitions: Tensor, messages: ChainMessages) -> ChainBeliefs:
+        rows = torch.cat([unary, torch.zeros_like(unary[:1])])
+        return self.engine.run(rows, transitions, messages=messages)
+
+    def _free(self, unary: Tensor) -> ChainMessages:
+        """Of the chain without words, to start from."""
+        steps, states = unary.shape[1:]
+        order = self.model.options.order
+        lags = order - self.engine.core if isinstance(self.engine, ChainKikuchi) else order
+        cold = unary.new_zeros(lags, order + steps, 1, states, requires_grad=False)
+        messages = ChainMessages(cold, cold)
+        if not self.persistent:
+            return messages
+        kept: ChainMessages = self.memory.recall(self.model.chain_graph(steps), messages)
+        return kept
+
+    def _remember(self, found: ChainBeliefs) -> None:
+        if self.persistent:
+            steps = found.node_log_marginals.shape[1]
+            # a copy: the rows of the sentences would be kept with it
+            last = ChainMessages(*(part.clone() for part in found.messages.from_row(-1)))
+            self.memory.remember(self.model.chain_graph(steps), last)
+
+    def _model_update(self, value: Tensor, diagnostics: Callable[[], Mapping[str, Tensor]]) -> Update:
+        loss = value if self.regularizer is None else value + self.regularizer(self.model)
+        return Update(("model",), loss, value.detach(), diagnostics)
+
+
+class AmortizedChainLikelihood(ChainLikelihood):
+    """Semi-amortised: a network says where belief propagation starts in each sentence, and learns from where it ends.
+
+    The network's marginals become consistent beliefs (`bethenet.models.chain_consistent`), a few sweeps start from
+    those, and the network descends on the cross-entropy towards the marginals after the sweeps. It cannot lag far
+    behind the model, so there is little that the model could exploit. The chain without words has no network: it goes
+    on from where it was.
+
+    Args:
+        model: the model.
+        network: says the marginals.
+        engine: the sweeps that follow.
+        scaling: iterations of proportional fitting that make the marginals consistent beliefs.
+        flooding: steps of flooding whose marginals the network is given to improve on; 0: it is given none.
+        refined: whether the model learns from the beliefs after the sweeps, or from the network's own.
+        regularizer: a term of the model's loss, in nats per sentence, that is not part of the reported objective.
+    """
+
+    def __init__(
+        self,
+        model: UndirectedHMM,
+        network: MarginalNetwork,
+        engine: ChainBeliefPropagation | None = None,
+        *,
+        scaling: int = 2,
+        flooding: int = 0,
+        refined: bool = True,
+        regularizer: Regularizer | None = None,
+    ) -> None:
+        engine = engine or ChainBeliefPropagation("sweeps", 1)
+        if engine.iterations < 1:
+            raise ValueError("engine: expected at least 1 iteration: the network learns from what it changes")
+        super().__init__(model, engine, regularizer=regularizer)
+        self.network: Any = network
+        self.scaling = scaling
+        self.flooding = ChainBeliefPropagation("flooding", flooding)
+        self.refined = refined
+
+    def parts(self) -> dict[str, nn.Module]:
+        """``model`` and ``network``."""
+        return {"model": self.model, "network": self.network}
+
+    def updates(self, batch: Batch, generator: torch.Generator | None = None) -> Iterator[Update]:
+        """One step of the network, one of the model: Algorithm 1 with I2 = 1, without its steps for the free chain."""
+        said, own, found = self._both(batch)
+        self._remember(found)
+        target = found.node_marginals[:-1]
+        yield Update(("network",), -times_log(target, said).sum((1, 2)).mean())
+        value = _objective(self._log_z(own, found))
+        yield self._model_update(value, lambda: self._figures(own, found))
+
+    def evaluate(self, batch: Batch, generator: torch.Generator | None = None) -> Mapping[str, Tensor]:
+        """The objective, and how inconsistent the beliefs behind it are."""
+        _, own, found = self._both(batch)
+        return {"objective": _objective(self._log_z(own, found)), **self._figures(own, found)}
+
+    def _both(self, batch: Batch) -> tuple[Tensor, ChainBeliefs, ChainBeliefs]:
+        """The network's log-marginals, its beliefs, and the beliefs after the sweeps with the free chain's behind."""
+        words = _equally_long(batch)
+        unary, transitions = self.model.unary(words), self.model.transitions()
+        start = None
+        if self.flooding.iterations:
+            start = self.flooding.run(unary.detach(), transitions.detach()).node_log_marginals
+        said = self.network(words, start)
+        own = consistent_chain_beliefs(unary, transitions, said, self.scaling)
+        free = self._free(unary)
+        messages = ChainMessages(*(torch.cat([mine, kept], 2) for mine, kept in zip(own.messages, free, strict=True)))
+        return said, own, self._run(unary, transitions, messages)
+
+    def _log_z(self, own: ChainBeliefs, found: ChainBeliefs) -> Float[Tensor, " rows"]:
+        return found.log_z if self.refined else torch.cat([own.log_z, found.log_z[-1:]])
+
+    def _figures(self, own: ChainBeliefs, found: ChainBeliefs) -> dict[str, Tensor]:
+        moved = (own.node_marginals - found.node_marginals[:-1]).abs().sum(2).mean() / 2
+        return {**_diagnostics(found), "network_inconsistency": own.inconsistency().amax(), "network_error": moved}
+
+
+def _objective(log_z: Float[Tensor, " rows"]) -> Float[Tensor, ""]:
+    return log_z[-1] - log_z[:-1].mean()
+
+
+def _diagnostics(found: ChainBeliefs) -> dict[str, Tensor]:
+    return {
+        "inconsistency": found.inconsistency().amax(),
+        "residual": found.residual.amax(),
+        "free_log_z": found.log_z[-1].detach(),
+    }
+
+
+def _equally_long(batch: Batch) -> Int[Tensor, "batch steps"]:
+    words, lengths = split(batch.data)
+    if lengths is not None:
+        raise ValueError("expected minibatches of sentences of equal length, got padded ones")
+    return words
