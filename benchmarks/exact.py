@@ -17,6 +17,7 @@ import argparse
 import gc
 import json
 import multiprocessing
+import os
 import platform
 import resource
 import statistics
@@ -169,14 +170,14 @@ def peak_bytes(task: Callable[[LogPotentials], object], potentials: LogPotential
     return peak
 
 
-def compare_with_peer(size: int, _device: str, threads: int) -> list[dict[str, Any]]:
-    """All node marginals of a grid, planning included, by both."""
+def compare_with_peer(size: int) -> list[dict[str, Any]]:
+    """All node marginals of a grid by both, on one thread each, as the peer uses no more."""
     import numpy as np
     from pgmpy.factors.discrete import DiscreteFactor
     from pgmpy.inference import VariableElimination
     from pgmpy.models import DiscreteMarkovNetwork
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     Exact().run(grid(3))
     potentials = grid(size)
     graph = potentials.graph
@@ -236,6 +237,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     console = Console()
+    load = [os.getloadavg()[0]]
     rows = [row for name in CASES for row in in_own_process(measure_case, name, arguments.device, arguments.threads)]
     peers = []
     try:
@@ -246,8 +248,9 @@ def main() -> None:
     else:
         version = getattr(pgmpy, "__version__", "unknown")
         for size in PEER_GRIDS:
-            peers += in_own_process(compare_with_peer, size, arguments.device, arguments.threads)
+            peers += in_own_process(compare_with_peer, size)
     show(console, rows, peers)
+    load.append(os.getloadavg()[0])
     if arguments.json:
         device = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor()
         environment = {
@@ -257,6 +260,7 @@ def main() -> None:
             "pgmpy": version,
             "device": device or platform.machine(),
             "threads": arguments.threads,
+            "load_before_and_after": load,
             "seed": SEED,
         }
         record = {"environment": environment, "cases": rows, "pgmpy": peers}
