@@ -1,0 +1,131 @@
+import json
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+from bethenet.data import paper_digits
+from bethenet.experiments import demo, rbm_tables
+from bethenet.experiments.catalogue import experiment
+from bethenet.experiments.rbm_learning import RECIPES, gibbs_marginals, held_out_nll, learner, shortened, train
+from bethenet.experiments.runner import Settings
+from bethenet.learning import Batch
+from bethenet.models import RBM
+
+
+@pytest.fixture(scope="module")
+def few_digits():
+    data = paper_digits()
+    return replace(data, train=data.train[:128], test=data.test[:64])
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "paper-network"])
+def test_every_learner_takes_steps_and_is_judged(name, few_digits):
+    objective, result = train(name, shortened(RECIPES[name], 1), few_digits)
+    assert result.steps == 4
+    assert str(result.status) == "completed"
+    nll, estimate = held_out_nll(objective.model, few_digits, chains=20, temperatures=50)
+    assert 15 < nll < 60
+    assert estimate.standard_error < 1
+
+
+def test_the_papers_network_is_the_one_described():
+    model = RBM(4, 3)
+    objective = learner("paper-network", model, 0)
+    network = objective.unclamped.network
+    assert network.encoder.sequence.lstm.num_layers == 5
+    assert network.encoder.sequence.lstm.hidden_size == 200
+    assert network.encoder.features.options.width == 300
+    assert network.encoder.features.roles.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    beliefs = network(model.log_potentials().detach())
+    weighted = network.penalty(beliefs)
+    network.head = replace(network.head, weight=1.5)
+    torch.testing.assert_close(weighted * 2 * 4 * 3, network.penalty(beliefs))
+
+
+def test_an_unknown_learner_is_named():
+    with pytest.raises(ValueError, match="guess"):
+        learner("guess", RBM(4, 3), 0)
+
+
+def test_gibbs_marginals_are_the_truth_in_the_long_run():
+    model = RBM(5, 4, weight_scale=0.7, generator=torch.Generator().manual_seed(0)).double()
+    nodes, pairs = gibbs_marginals(model, chains=2000, burn_in=50, steps=100)
+    samples = model.sample_exactly(200_000, generator=torch.Generator().manual_seed(1)).double()
+    given = model.hidden_logits(samples).sigmoid()
+    truth = torch.cat([samples.mean(0), given.mean(0)])
+    torch.testing.assert_close(nodes.double(), truth, atol=5e-3, rtol=0)
+    torch.testing.assert_close(pairs.double(), samples.t() @ given / len(samples), atol=5e-3, rtol=0)
+
+
+def test_pictures_survive_being_written():
+    pictures = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    again = rbm_tables.from_text(json.loads(json.dumps(rbm_tables.to_text(pictures))))
+    torch.testing.assert_close(again, pictures, atol=float(pictures.abs().max()) / 127, rtol=0)
+
+
+def test_the_table_has_a_row_for_every_learner(tmp_path):
+    assert experiment("table3") is rbm_tables.TABLE_3
+    settings = Settings(tmp_path, seeds=2)
+    cells = rbm_tables.cells(settings)
+    assert len({cell.key for cell in cells}) == len(cells)
+    assert sum(cell.key.startswith("pcd-") for cell in cells) == 4
+    figures = {}
+    for cell in cells:
+        figures[cell.key] = {
+            "nll": 20.0,
+            "ais_error": 0.02,
+            "seconds_per_epoch": 0.1,
+            "epochs": 3,
+            "curve": [[1, 25.0]],
+        }
+        figures[cell.key]["filters"] = figures[cell.key]["samples"] = rbm_tables.to_text(torch.ones(2, 64))
+        if cell.settings["approximates"]:
+            figures[cell.key]["objective"] = 19.0
+    paths = rbm_tables.report(settings, figures)
+    assert all(path.stat().st_size > 0 for path in paths)
+    text = paths[0].read_text()
+    for recipe in RECIPES.values():
+        assert f"| {recipe.label} | 20.00 ± 0.00 |" in text
+    assert "21.24" in text
+
+
+def test_a_quick_cell(tmp_path, monkeypatch, few_digits):
+    monkeypatch.setitem(rbm_tables.SPLITS, "paper", lambda: few_digits)
+    settings = Settings(tmp_path, quick=True)
+    cell = next(cell for cell in rbm_tables.cells(settings) if cell.key == "pcd-paper-0")
+    figures = json.loads(json.dumps(cell.run()))
+    assert figures["epochs"] == 10
+    assert len(figures["curve"]) == 10
+    assert len(figures["filters"]["rows"]) == len(figures["samples"]["rows"]) == 25
+
+
+def test_the_demo_writes_a_page_that_needs_no_other_file(tmp_path, monkeypatch, capsys, few_digits):
+    monkeypatch.setattr(demo, "paper_digits", lambda: few_digits)
+    monkeypatch.setattr(sys, "argv", ["demo", "--share", "0.02", "--output", str(tmp_path)])
+    demo.main()
+    out = capsys.readouterr().out
+    assert "report.html" in out
+    assert "23.43" in out
+    page = (tmp_path / "report.html").read_text()
+    sources = []
+
+    class Finder(HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            sources.extend(value for name, value in attrs if name in ("src", "href"))
+
+    Finder().feed(page)
+    assert len(sources) == 4
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+
+
+def test_pseudo_marginals_are_those_of_the_kept_state(few_digits):
+    objective, _ = train("bp-persistent", shortened(RECIPES["bp-persistent"], 1), few_digits)
+    nodes, pairs = demo.pseudo_marginals(objective, few_digits)
+    batch = Batch(few_digits.test.float(), 64)
+    with torch.no_grad():
+        beliefs = objective.unclamped.estimate(objective.model.log_potentials(), batch, clamped=False).beliefs
+    torch.testing.assert_close(nodes, beliefs.node_marginals[0, :, 1])
+    assert bool((pairs <= nodes[:64].unsqueeze(1) + 1e-3).all())
