@@ -91,3 +91,20 @@ def test_too_large_a_table_is_refused():
     model = DirectedHMM(VOCABULARY, HMMOptions(states=512, order=4, embedding=4))
     with pytest.raises(MemoryLimitError, match=r"tables of a chain of 512 states and order 4 need .* bytes"):
         model.log_likelihood(words_of(2, 6))
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, 4])
+@pytest.mark.parametrize("lengths", [None, [6, 1, 3]])
+def test_joint_log_likelihood_is_that_of_the_tables(order, lengths):
+    model, words = model_of(order), words_of(3, 6)
+    states = torch.randint(3, (3, 6), generator=torch.Generator().manual_seed(2))
+    lengths = None if lengths is None else torch.tensor(lengths)
+    data = words if lengths is None else (words, lengths)
+    found = model.joint_log_likelihood(data, states)
+    wanted = super(DirectedHMM, model).joint_log_likelihood(data, states)
+    torch.testing.assert_close(found, wanted)
+    parameters = list(model.parameters())
+    for one, other in zip(
+        torch.autograd.grad(found.sum(), parameters), torch.autograd.grad(wanted.sum(), parameters), strict=True
+    ):
+        torch.testing.assert_close(one, other)

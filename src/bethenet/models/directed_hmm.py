@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
 from bethenet.graph import FactorGraph
 from bethenet.models.chain_memory import check_tables
 from bethenet.models.chain_tables import ChainTables
-from bethenet.models.hidden_chain import HiddenChain, HMMOptions, ResidualNorm
+from bethenet.models.hidden_chain import HiddenChain, HMMOptions, ResidualNorm, Sentences, split
 
 
 class DirectedHMM(HiddenChain):
@@ -57,6 +57,21 @@ class DirectedHMM(HiddenChain):
     def log_likelihood(self, data: object) -> Float[Tensor, " batch"]:
         """Log P(sentence | its length) in nats, exact and differentiable."""
         return self.score(data)
+
+    def joint_log_likelihood(self, data: Sentences, states: Int[Tensor, "batch steps"]) -> Float[Tensor, " batch"]:
+        """Log P(sentence, states | its length) in nats. Only the histories that occur are transformed, not all
+        (K + 1)^M.
+        """
+        words, lengths = split(data)
+        order, steps = self.options.order, words.shape[1]
+        before = functional.pad(states, (order, 0), value=self.options.states)
+        symbols = torch.cat([self.state_embeddings, self.start_embedding])
+        histories = functional.embedding(before.unfold(1, order, 1)[:, :steps], symbols).flatten(2)
+        transitions = (self.history_transform(histories) @ self.next_states.T).log_softmax(-1)
+        terms = (transitions + self.unary(words)).gather(2, states.unsqueeze(2)).squeeze(2)
+        if lengths is not None:
+            terms = terms * (torch.arange(steps, device=words.device) < lengths.unsqueeze(1))
+        return terms.sum(1)
 
     def _scopes(self, steps: int) -> FactorGraph:
         order = self.options.order
