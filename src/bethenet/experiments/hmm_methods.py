@@ -1,0 +1,126 @@
+"""The ways in which table 4 learns a hidden Markov model: what to descend on, and with which networks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bethenet.learning import ByNetwork, DirectLikelihood, Likelihood, Objective
+from bethenet.learning.chains import AmortizedChainLikelihood, ChainLikelihood, CouplingPenalty
+from bethenet.learning.elbo import EvidenceLowerBound, ImportanceWeightedBound
+from bethenet.learning.posteriors import FirstOrderPosterior, InputBaseline, MeanFieldPosterior, PosteriorOptions
+from bethenet.models import ChainBeliefPropagation, ChainKikuchi, DirectedHMM, HMMOptions, UndirectedHMM
+from bethenet.models.chain_dp import Domain
+from bethenet.models.hidden_chain import HiddenChain
+from bethenet.networks import (
+    BidirectionalLSTM,
+    FeatureOptions,
+    InferenceNetwork,
+    NodeFeatures,
+    PenalizedHead,
+    SymbolicEncoder,
+)
+from bethenet.networks.marginals import MarginalNetwork, MarginalNetworkOptions
+
+Method = Literal["exact", "bp", "kikuchi", "network", "amortized", "mean field", "importance", "first order"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A row of the table: a model, a method, and all that the figures depend on besides seed and text."""
+
+    label: str
+    method: Method
+    directed: bool = False
+    order: int = 3
+    embedding: int = 200
+    """Of the states."""
+    dropout: float = 0.0
+    """In the model."""
+    epochs: int = 20
+    learning_rate: float = 1e-3
+    network_rate: float = 1e-3
+    clip_norm: float = 5.0
+    schedule: Literal["constant", "cosine"] = "cosine"
+    iterations: int = 1
+    """Of the engine, a minibatch."""
+    persistent: bool = True
+    """Whether the chain without words goes on from where it was."""
+    penalties: tuple[float, ...] = ()
+    """Of the couplings: one weight a lag, see `CouplingPenalty`."""
+    flooding: int = 0
+    """Steps whose marginals the semi-amortised network improves on."""
+    consistency: float = 1.0
+    """Lambda of the paper's networks, divided by the number of penalty terms."""
+    word: int = 150
+    node: int = 150
+    width: int = 100
+    """Of the networks' LSTM, each way."""
+    layers: int = 1
+
+
+def model_of(recipe: Recipe, vocabulary: int, states: int, domain: Domain) -> HiddenChain:
+    """The untrained model; its weights are drawn from the global generator."""
+    options = HMMOptions(states, recipe.order, embedding=recipe.embedding, dropout=recipe.dropout, domain=domain)
+    return DirectedHMM(vocabulary, options) if recipe.directed else UndirectedHMM(vocabulary, options)
+
+
+def objective_of(recipe: Recipe, model: HiddenChain, vocabulary: int, longest: int) -> Objective:
+    """What a row descends on; its networks are drawn from the global generator.
+
+    Args:
+        recipe: the row.
+        model: of `model_of`.
+        vocabulary: how many words there are.
+        longest: words of the longest sentence.
+    """
+    if recipe.method == "exact":
+        return DirectLikelihood(model)
+    if isinstance(model, DirectedHMM):
+        return _variational(recipe, model, vocabulary)
+    if not isinstance(model, UndirectedHMM):
+        raise ValueError(f"model: expected a directed or an undirected one, got {type(model).__name__}")
+    penalty = CouplingPenalty(recipe.penalties) if recipe.penalties else None
+    if recipe.method == "network":
+        return _paper(recipe, model, vocabulary, longest)
+    if recipe.method == "kikuchi":
+        kikuchi = ChainKikuchi(iterations=recipe.iterations, domain=model.options.domain)
+        return ChainLikelihood(model, kikuchi, persistent=recipe.persistent, regularizer=penalty)
+    sweeps = ChainBeliefPropagation("sweeps", recipe.iterations)
+    if recipe.method == "bp":
+        return ChainLikelihood(model, sweeps, persistent=recipe.persistent, regularizer=penalty)
+    if recipe.method != "amortized":
+        raise ValueError(f"method: {recipe.method!r} is for directed models")
+    sizes = MarginalNetworkOptions(recipe.word, recipe.node, recipe.node, recipe.width, recipe.layers)
+    network = MarginalNetwork(vocabulary, model.options.states, longest, sizes)
+    return AmortizedChainLikelihood(model, network, sweeps, flooding=recipe.flooding, regularizer=penalty)
+
+
+def _variational(recipe: Recipe, model: DirectedHMM, vocabulary: int) -> Objective:
+    sizes = PosteriorOptions(recipe.word, recipe.width, recipe.layers, state=recipe.embedding)
+    states = model.options.states
+    match recipe.method:
+        case "mean field":
+            posterior = MeanFieldPosterior(vocabulary, states, sizes)
+            return EvidenceLowerBound(model, posterior, InputBaseline(vocabulary))
+        case "importance":
+            return ImportanceWeightedBound(model, MeanFieldPosterior(vocabulary, states, sizes), samples=10)
+        case "first order":
+            chain = FirstOrderPosterior(vocabulary, states, sizes)
+            return EvidenceLowerBound(model, chain, InputBaseline(vocabulary), exact_entropy=True)
+    raise ValueError(f"method: {recipe.method!r} is for undirected models")
+
+
+def _paper(recipe: Recipe, model: UndirectedHMM, vocabulary: int, longest: int) -> Objective:
+    """Algorithm 1 with I1 = I2 = 1: f reads place and length, f_x the words besides."""
+
+    def network(word: int) -> InferenceNetwork:
+        options = FeatureOptions(node=recipe.node, size=recipe.node, inputs=word)
+        features = NodeFeatures(options, max_variables=longest, vocabulary=vocabulary)
+        sequence = BidirectionalLSTM(options.width, recipe.width, recipe.layers)
+        # tables of pairs have one shape in chains of any length
+        encoder = SymbolicEncoder(features, sequence, [model.chain_graph(2)])
+        # two terms a factor
+        return InferenceNetwork(encoder, PenalizedHead(recipe.consistency / 2, "kl"))
+
+    return Likelihood(model, ByNetwork(network(0)), ByNetwork(network(recipe.word)))
