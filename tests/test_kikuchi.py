@@ -144,6 +144,12 @@ def test_strips_of_a_grid_run_along_its_longer_side():
     clusters = {tuple(cluster) for cluster in regions.groups[0].variables.tolist()}
     assert clusters == {(r * 5 + c, r * 5 + c + 1, r * 5 + c + 2, r * 5 + c + 5, r * 5 + c + 6, r * 5 + c + 7)
                         for r in range(2) for c in range(3)}  # fmt: skip
+    longer = RegionGraph.kikuchi(FactorGraph.grid(3, 5), "strips", max_length=8)
+    assert set(map(tuple, longer.groups[0].variables.tolist())) == {
+        tuple(row * 5 + first + offset for row in rows for offset in range(4))
+        for rows in ((0, 1), (1, 2))
+        for first in range(2)
+    }
     tall = RegionGraph.kikuchi(FactorGraph.grid(5, 3), "strips")
     assert numbers_by_size(tall) == numbers_by_size(regions)
 
@@ -153,7 +159,8 @@ def test_what_is_chosen_automatically():
         name: next(group.table_shape for group in RegionGraph.kikuchi(graph).groups[:1])
         for name, graph in {
             "grid": FactorGraph.grid(4, 4),
-            "grid of ten states": FactorGraph.grid(4, 4, states=10),
+            "grid of four states": FactorGraph.grid(4, 4, states=4),
+            "grid of eight states": FactorGraph.grid(4, 4, states=8),
             "grid of twenty states": FactorGraph.grid(4, 4, states=20),
             "third-order chain": FactorGraph.chain(7, 3, order=3),
             "third-order chain of many states": FactorGraph.chain(7, 30, order=3),
@@ -163,8 +170,9 @@ def test_what_is_chosen_automatically():
         }.items()
     }
     assert shapes == {
-        "grid": (2,) * 6,
-        "grid of ten states": (10,) * 4,
+        "grid": (2,) * 8,
+        "grid of four states": (4,) * 6,
+        "grid of eight states": (8,) * 4,
         "grid of twenty states": (20, 20),
         "third-order chain": (3,) * 4,
         "third-order chain of many states": (30, 30),

@@ -22,8 +22,12 @@ PLAQUETTE = 4
 """Variables in the shortest cycle of a grid."""
 AUTO_LENGTH = 6
 """``"auto"`` follows no longer cycles."""
-AUTO_ENTRIES = 2**16
-"""``"auto"`` passes over clusters with larger tables."""
+AUTO_WINDOW = 8
+"""``"auto"`` takes windows of strips with up to this many variables: two rows, four columns."""
+AUTO_ENTRIES = 2**12
+"""``"auto"`` passes over cycles and windows with larger tables."""
+AUTO_CLIQUE_ENTRIES = 2**16
+"""The same for cliques: they may make the whole graph exact."""
 AUTO_CLUSTERS = 4
 """``"auto"`` takes no cycles of a length of which there are more than this many an edge: their counting numbers are
 large and of both signs."""
@@ -37,7 +41,7 @@ def find_clusters(graph: FactorGraph, clusters: Clusters, max_length: int) -> li
         return list(chordless_cycles(graph, PLAQUETTE))[1:]
     if clusters == "strips":
         squares = list(chordless_cycles(graph, PLAQUETTE))[1]
-        return [squares, pairs_in_strips(squares)]
+        return [squares, *strip_windows(squares, max_length)]
     if clusters == "cycles":
         if max_length < 3:
             raise ValueError(f"max_length: a cycle has at least 3 variables, got {max_length}")
@@ -91,23 +95,30 @@ def _given(graph: FactorGraph, clusters: Iterable[Sequence[int | str] | Integers
 
 def _automatic(graph: FactorGraph) -> list[Integers]:
     """Maximal cliques, chordless cycles until every edge is covered, strips: those of all these with small tables."""
-    counts = graph.state_counts.cpu().numpy()
     edges = neighbours(graph).nnz // 2
     found: list[Integers] = []
     try:
         for cycles in chordless_cycles(graph, AUTO_LENGTH):
             if len(cycles) > AUTO_CLUSTERS * edges:
                 break
-            # Triangles that share edges, as those of a clique do, count so much with either sign that they are worse
-            # than pairs: the whole clique or nothing.
-            found += (_cliques(graph) if len(cycles) else []) if cycles.shape[1] == 3 else [cycles]
-            if cycles.shape[1] == PLAQUETTE:
-                found.append(pairs_in_strips(cycles))
-            if cycles.shape[1] >= PLAQUETTE and _edges_covered(graph, found) == edges:
+            length = cycles.shape[1]
+            if length > 3:
+                found.append(_small(graph, cycles, AUTO_ENTRIES))
+            elif len(cycles):
+                # Triangles that share edges, as those of a clique do, count so much with either sign that they are
+                # worse than pairs: the whole clique or nothing.
+                found += [_small(graph, clique, AUTO_CLIQUE_ENTRIES) for clique in _cliques(graph)]
+            if length == PLAQUETTE:
+                found += [_small(graph, windows, AUTO_ENTRIES) for windows in strip_windows(cycles, AUTO_WINDOW)]
+            if length >= PLAQUETTE and _edges_covered(graph, found) == edges:
                 break
     except TooManyPathsError:
         pass
-    return [block[_log_entries(counts, block) <= math.log(AUTO_ENTRIES) + 1e-9] for block in found]
+    return found
+
+
+def _small(graph: FactorGraph, clusters: Integers, limit: int) -> Integers:
+    return clusters[_log_entries(graph.state_counts.cpu().numpy(), clusters) <= math.log(limit) + 1e-9]
 
 
 def _cliques(graph: FactorGraph) -> list[Integers]:
@@ -133,39 +144,52 @@ def _edges_covered(graph: FactorGraph, clusters: list[Integers]) -> int:
     return int(both.nnz) // 2
 
 
-def pairs_in_strips(squares: Integers) -> Integers:
-    """Unions ``[pairs, 6]`` of neighbours along strips of plaquettes, of which no two cross.
+def strip_windows(squares: Integers, max_length: int) -> list[Integers]:
+    """Windows of 6, 8, ... up to ``max_length`` variables along strips of plaquettes, of which no two strips cross.
 
-    A strip goes through a plaquette from an edge to the opposite one. Windows of two plaquettes along the rows of a
-    grid are much better clusters than single plaquettes, and also than windows along rows *and* columns: strips that
-    do not cross keep counting numbers of +-1. Where an edge is in more than two plaquettes there are no strips.
+    A strip goes through a plaquette from an edge to the opposite one. Windows of two or three plaquettes along the rows
+    of a grid are much better clusters than single plaquettes, and also than windows along rows *and* columns: strips
+    that do not cross keep counting numbers of +-1. Where an edge is in more than two plaquettes there are no strips.
 
     Args:
         squares: cycles ``[cycles, 4]``, the variables of each in the order in which the cycle goes through them.
+        max_length: the most variables in a window.
     """
-    none = np.zeros((0, 6), dtype=np.int64)
     if len(squares) < 2:
-        return none
+        return []
     ends = np.sort(np.stack([squares, np.roll(squares, -1, axis=1)], axis=2), axis=2)
     _, edge_of = np.unique(ends.reshape(-1, 2), axis=0, return_inverse=True)
     edge_of = edge_of.reshape(-1, 4)
     if np.bincount(edge_of.ravel()).max() > 2:
-        return none
+        return []
     size = int(edge_of.max()) + 1
     opposite = (edge_of[:, :2].ravel(), edge_of[:, 2:].ravel())
     links = sparse.coo_array((np.ones(len(opposite[0]), dtype=bool), opposite), shape=(size, size))
     strips, strip_of = csgraph.connected_components(links, directed=False)
-    crossing = strip_of[edge_of[:, :2]]
-    along = _not_crossing(crossing, strips)
-    # Each shared edge of a chosen strip joins the two plaquettes at its ends.
+    along = _not_crossing(strip_of[edge_of[:, :2]], strips)
+    # Each shared edge of a chosen strip joins two plaquettes; a window is a path of such pairs.
     order = np.argsort(edge_of.ravel(), kind="stable")
     edges, owners = edge_of.ravel()[order], order // 4
     twice = np.flatnonzero((edges[1:] == edges[:-1]) & along[strip_of[edges[1:]]])
-    union = np.sort(np.concatenate([squares[owners[twice]], squares[owners[twice + 1]]], axis=1), axis=1)
+    pairs = np.stack([owners[twice], owners[twice + 1]], axis=1)
+    both = np.concatenate([pairs, pairs[:, ::-1]])
+    joined = sparse.csr_array((np.ones(len(both), dtype=np.int64), both.T), shape=(len(squares), len(squares)))
+    paths, windows = np.arange(len(squares)).reshape(-1, 1), []
+    for length in range(PLAQUETTE + 2, max_length + 1, 2):
+        ahead = joined[paths[:, -1]].tocoo()
+        longer = np.concatenate([paths[ahead.row], ahead.col.astype(np.int64)[:, None]], axis=1)
+        paths = longer[(longer[:, :-1] != longer[:, -1:]).all(axis=1)]
+        windows.append(_unions(squares, paths[paths[:, 0] < paths[:, -1]], length))
+    return windows
+
+
+def _unions(squares: Integers, paths: Integers, length: int) -> Integers:
+    """The variables of each path of plaquettes, where they are ``length``."""
+    union = np.sort(squares[paths].reshape(len(paths), PLAQUETTE * paths.shape[1]), axis=1)
     first = np.ones(union.shape, dtype=bool)
     first[:, 1:] = union[:, 1:] != union[:, :-1]
-    six = first.sum(axis=1) == 6
-    return union[six][first[six]].reshape(-1, 6)
+    whole = first.sum(axis=1) == length
+    return union[whole][first[whole]].reshape(-1, length)
 
 
 def _not_crossing(crossing: Integers, strips: int) -> np.ndarray[Any, np.dtype[np.bool_]]:

@@ -118,11 +118,12 @@ class RegionGraph:
         Args:
             graph: the structure. A factor whose scope lies in no cluster makes a cluster of it.
             clusters: the largest regions: lists of variables (numbers or names) or index arrays ``[clusters, size]``;
-                ``"plaquettes"``: the chordless cycles of four variables; ``"strips"``: pairs of plaquettes side by
-                side along rows (or columns); ``"cycles"``: the chordless cycles of up to ``max_length`` variables;
-                ``"auto"``: maximal cliques, strips, and cycles of up to four variables (of up to six where some edge
-                lies in none shorter), all whose tables have at most 65536 entries.
-            max_length: the longest of ``"cycles"``.
+                ``"plaquettes"``: the chordless cycles of four variables; ``"strips"``: windows of up to ``max_length``
+                variables along rows (or columns) of plaquettes; ``"cycles"``: the chordless cycles of up to
+                ``max_length`` variables; ``"auto"``: maximal cliques, windows of up to eight variables, and cycles of
+                up to four (of up to six where some edge lies in none shorter), all whose tables have at most 4096
+                entries (cliques: 65536).
+            max_length: the most variables in one of ``"cycles"`` or ``"strips"``.
             max_table_entries: no cluster may have a larger table.
 
         Raises:

@@ -84,7 +84,7 @@ class GeneralizedBeliefPropagation(IterativeEngine):
     clusters: Clusters = "auto"
     """The largest regions; see `RegionGraph.kikuchi`."""
     max_length: int = 6
-    """The longest cycle where ``clusters`` is ``"cycles"``."""
+    """The most variables in a cluster where ``clusters`` is ``"cycles"`` or ``"strips"``."""
     max_table_entries: int = 2**20
     """No cluster may have a larger table."""
     max_iterations: int = 5000
@@ -203,7 +203,7 @@ def _agree(
     first = 0
     for (index, _), table in zip(colour.parts, gathered, strict=True):
         last = first + len(table)
-        outer.index_copy_(0, index, (table + message[first:last].unsqueeze(1)).view(-1, batch))
+        outer.index_copy_(0, index, table.add_(message[first:last].unsqueeze(1)).view(-1, batch))
         first = last
     return belief, gap
 
