@@ -10,7 +10,6 @@ group always reads variables of one variable group: the one with ``table_shape[a
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,43 +18,21 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from bethenet.graph.groups import (
+    FactorGroup,
+    Grouping,
+    VariableGroup,
+    checked_state_counts,
+    grouped,
+    is_permutation,
+    no_such_variable,
+)
+
 if TYPE_CHECKING:
     import networkx
 
 T = TypeVar("T")
 IntegerArray = Tensor | np.ndarray[Any, Any] | Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True, eq=False)
-class VariableGroup:
-    """All variables with ``states`` states."""
-
-    states: int
-    variables: Int[Tensor, " variables"]
-    """The variables' numbers in the graph, ascending."""
-
-
-@dataclass(frozen=True, eq=False)
-class FactorGroup:
-    """All factors whose tables have one shape."""
-
-    table_shape: tuple[int, ...]
-    variables: Int[Tensor, "factors arity"]
-    """Which variables each factor joins, in the order of its table's axes."""
-    factors: Int[Tensor, " factors"]
-    """The factors' numbers in the graph, ascending."""
-    variable_groups: tuple[int, ...]
-    """For each axis, the variable group it reads from (an index into ``FactorGraph.variable_groups``)."""
-    rows: Int[Tensor, "factors arity"]
-    """``variables`` as rows within the variable group of each axis."""
-
-    @property
-    def arity(self) -> int:
-        """How many variables each factor joins."""
-        return len(self.table_shape)
-
-    def __len__(self) -> int:
-        return self.variables.shape[0]
 
 
 class FactorGraph:
@@ -72,13 +49,17 @@ class FactorGraph:
     (3, 3, [(3,), (2, 2), (2, 3)])
     """
 
+    state_counts: Int[Tensor, " variables"]
+    names: tuple[str, ...] | None
+    _grouping: Grouping
+
     def __init__(
         self,
         state_counts: Sequence[int] | Tensor,
         scopes: Iterable[Sequence[int | str]],
         names: Sequence[str] | None = None,
     ) -> None:
-        counts = _check_state_counts(state_counts)
+        self.state_counts = counts = checked_state_counts(state_counts)
         self._set_names(names, counts.numel())
         by_arity: dict[int, tuple[list[int], list[Sequence[int]]]] = {}
         for factor, scope in enumerate(scopes):
@@ -90,7 +71,7 @@ class FactorGraph:
             (torch.tensor(ids), torch.tensor(rows, dtype=torch.long).reshape(len(rows), arity))
             for arity, (ids, rows) in by_arity.items()
         ]
-        self._assemble(counts, arrays)
+        self._grouping = grouped(counts, arrays)
 
     @classmethod
     def from_arrays(
@@ -112,7 +93,7 @@ class FactorGraph:
             numbers: for each array the numbers its factors are to have, if it is not the order given.
         """
         graph = cls.__new__(cls)
-        counts = _check_state_counts(state_counts)
+        graph.state_counts = counts = checked_state_counts(state_counts)
         graph._set_names(names, counts.numel())
         arrays, first = [], 0
         for scope in scopes:
@@ -128,13 +109,13 @@ class FactorGraph:
         if numbers is not None:
             chosen = [torch.as_tensor(some, dtype=torch.long).cpu() for some in numbers]
             sizes = [tensor.shape[0] for _, tensor in arrays]
-            if [some.numel() for some in chosen] != sizes or not _is_permutation(chosen, first):
+            if [some.numel() for some in chosen] != sizes or not is_permutation(chosen, first):
                 raise ValueError(
                     f"expected {sizes} factor numbers for the arrays, each of 0 .. {first - 1} once; got "
                     f"{[some.numel() for some in chosen]}"
                 )
             arrays = [(some, tensor) for some, (_, tensor) in zip(chosen, arrays, strict=True)]
-        graph._assemble(counts, arrays)
+        graph._grouping = grouped(counts, arrays)
         return graph
 
     # --- builders ---------------------------------------------------------------------------------------------------
@@ -214,7 +195,17 @@ class FactorGraph:
     @property
     def num_factors(self) -> int:
         """How many factors there are."""
-        return self._factor_group.numel()
+        return self._grouping.factor_group.numel()
+
+    @property
+    def variable_groups(self) -> tuple[VariableGroup, ...]:
+        """All variables, those with the same number of states together; by that number."""
+        return self._grouping.variable_groups
+
+    @property
+    def factor_groups(self) -> tuple[FactorGroup, ...]:
+        """All factors, those with the same table shape together; by arity, then shape."""
+        return self._grouping.factor_groups
 
     @property
     def device(self) -> torch.device:
@@ -238,12 +229,12 @@ class FactorGraph:
         """(group, row) of a factor."""
         if not 0 <= factor < self.num_factors:
             raise ValueError(f"factor {factor} does not exist: the graph has {self.num_factors} factors")
-        return int(self._factor_group[factor]), int(self._factor_row[factor])
+        return int(self._grouping.factor_group[factor]), int(self._grouping.factor_row[factor])
 
     def locate_variable(self, variable: int | str) -> tuple[int, int]:
         """(group, row) of a variable given by number or name."""
         number = self.variable_number(variable)
-        return int(self._variable_group[number]), int(self.variable_rows[number])
+        return int(self._grouping.variable_group[number]), int(self.variable_rows[number])
 
     def variable_number(self, variable: int | str) -> int:
         """The number of a variable given by number or name."""
@@ -252,7 +243,7 @@ class FactorGraph:
     @property
     def variable_rows(self) -> Int[Tensor, " variables"]:
         """For each variable its row within its variable group."""
-        return self._variable_row
+        return self._grouping.variable_row
 
     @cached_property
     def degrees(self) -> tuple[Int[Tensor, " variables"], ...]:
@@ -298,10 +289,9 @@ class FactorGraph:
     # --- construction -----------------------------------------------------------------------------------------------
 
     def _set_names(self, names: Sequence[str] | None, variables: int) -> None:
-        self.names: tuple[str, ...] | None = None if names is None else tuple(names)
+        self.names = None if names is None else tuple(names)
         self._numbers: dict[str, int] = {}
         self._compiled: dict[Hashable, Any] = {}
-        self._num_variables = variables
         if self.names is None:
             return
         if len(self.names) != variables:
@@ -322,102 +312,16 @@ class FactorGraph:
             number = variable.__index__()
         except AttributeError:
             raise ValueError(f"{where}a variable is a number or a name; got {variable!r}") from None
-        if not 0 <= number < self._num_variables:
-            raise ValueError(f"{where}variable {number} does not exist: the graph has {self._num_variables} variables")
+        if not 0 <= number < self.num_variables:
+            raise no_such_variable(number, self.num_variables, factor)
         return number
-
-    def _assemble(self, counts: Tensor, arrays: list[tuple[Tensor, Tensor]]) -> None:
-        self.state_counts = counts
-        distinct = torch.unique(counts)
-        self.variable_groups = tuple(
-            VariableGroup(int(states), torch.nonzero(counts == states).flatten()) for states in distinct
-        )
-        self._variable_group = torch.searchsorted(distinct, counts)
-        self._variable_row = torch.empty_like(counts)
-        for group in self.variable_groups:
-            self._variable_row[group.variables] = torch.arange(group.variables.numel())
-        group_of_states = {group.states: number for number, group in enumerate(self.variable_groups)}
-
-        by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
-        for ids, scopes in arrays:
-            self._check_scopes(ids, scopes)
-            for shape, members in _split_by_shape(counts, scopes):
-                by_shape.setdefault(shape, []).append((ids[members], scopes[members]))
-        total = sum(ids.numel() for ids, _ in arrays)
-        self._factor_group = torch.empty(total, dtype=torch.long)
-        self._factor_row = torch.empty(total, dtype=torch.long)
-        groups: list[FactorGroup] = []
-        for shape in sorted(by_shape, key=lambda shape: (len(shape), shape)):
-            ids = torch.cat([ids for ids, _ in by_shape[shape]])
-            order = torch.argsort(ids)
-            ids = ids[order]
-            variables = torch.cat([scopes for _, scopes in by_shape[shape]])[order]
-            self._factor_group[ids] = len(groups)
-            self._factor_row[ids] = torch.arange(ids.numel())
-            readers = tuple(group_of_states[states] for states in shape)
-            groups.append(FactorGroup(shape, variables, ids, readers, self._variable_row[variables]))
-        self.factor_groups = tuple(groups)
-
-    def _check_scopes(self, ids: Tensor, scopes: Tensor) -> None:
-        outside = (scopes < 0) | (scopes >= self._num_variables)
-        if outside.any():
-            row, axis = (int(i) for i in torch.nonzero(outside)[0])
-            self._number(int(scopes[row, axis]), int(ids[row]))
-        if scopes.shape[1] < 2:
-            return
-        ordered = scopes.sort(dim=1).values
-        repeated = ordered[:, 1:] == ordered[:, :-1]
-        if repeated.any():
-            row, axis = (int(i) for i in torch.nonzero(repeated)[0])
-            raise ValueError(f"factor {int(ids[row])}: variable {int(ordered[row, axis])} stands in its scope twice")
 
     def _moved(self, device: torch.device) -> FactorGraph:
         moved = FactorGraph.__new__(FactorGraph)
-        moved._set_names(self.names, self._num_variables)
-        for name in ("state_counts", "_variable_group", "_variable_row", "_factor_group", "_factor_row"):
-            setattr(moved, name, getattr(self, name).to(device))
-        moved.variable_groups = tuple(VariableGroup(g.states, g.variables.to(device)) for g in self.variable_groups)
-        moved.factor_groups = tuple(
-            FactorGroup(
-                g.table_shape, g.variables.to(device), g.factors.to(device), g.variable_groups, g.rows.to(device)
-            )
-            for g in self.factor_groups
-        )
+        moved.state_counts = self.state_counts.to(device)
+        moved._set_names(self.names, self.num_variables)
+        moved._grouping = self._grouping.to(device)
         return moved
-
-
-def _split_by_shape(counts: Tensor, scopes: Tensor) -> list[tuple[tuple[int, ...], Tensor | slice]]:
-    """The distinct table shapes of ``scopes`` [factors, arity], each with its members."""
-    if scopes.shape[0] == 0:
-        return []
-    if scopes.shape[1] == 0:
-        return [((), slice(None))]
-    shapes = counts[scopes]
-    if bool((shapes == shapes[0]).all()):
-        return [(tuple(shapes[0].tolist()), slice(None))]
-    distinct, member_of = torch.unique(shapes, dim=0, return_inverse=True)
-    return [
-        (tuple(shape), torch.nonzero(member_of == number).flatten()) for number, shape in enumerate(distinct.tolist())
-    ]
-
-
-def _is_permutation(parts: list[Tensor], size: int) -> bool:
-    """Whether the parts together are each of ``0 .. size-1`` once."""
-    together = torch.cat([part.flatten() for part in parts]) if parts else torch.empty(0, dtype=torch.long)
-    return torch.equal(together.sort().values, torch.arange(size))
-
-
-def _check_state_counts(state_counts: Sequence[int] | Tensor) -> Tensor:
-    counts = torch.as_tensor(state_counts)
-    if counts.numel() == 0:
-        counts = counts.reshape(0).long()
-    if counts.dim() != 1 or counts.is_floating_point():
-        raise ValueError(f"state counts are one integer a variable; got {counts.dtype} of shape {tuple(counts.shape)}")
-    counts = counts.long().cpu()
-    if (counts < 1).any():
-        variable = int(torch.nonzero(counts < 1)[0])
-        raise ValueError(f"variable {variable}: expected at least one state, got {int(counts[variable])}")
-    return counts
 
 
 def _check_at_least(**limits: tuple[int, int]) -> None:

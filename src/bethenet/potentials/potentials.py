@@ -11,7 +11,7 @@ group: zero where nothing is known, ``-inf`` at the states that an observation r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,10 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bethenet.graph import FactorGraph
-
-UNOBSERVED = -1
-
-Evidence = Mapping[int | str, Any] | Tensor
+from bethenet.potentials.evidence import UNOBSERVED, Evidence, with_evidence
 
 
 class LogPotentials:
@@ -189,75 +186,8 @@ class LogPotentials:
         Raises:
             ValueError: an unknown variable, a state it does not have, or weights that are negative or not finite.
         """
-        if isinstance(evidence, Tensor):
-            return self._clamp_states(evidence)
-        states: dict[int, Tensor] = {}
-        soft: dict[int, Tensor] = {}
-        for variable, value in evidence.items():
-            number = self.graph.variable_number(variable)
-            tensor = torch.as_tensor(value, device=self.device)
-            (soft if tensor.is_floating_point() else states)[number] = tensor
-        result = self
-        if states:
-            for number, tensor in states.items():
-                if tensor.dim() > 1:
-                    raise ValueError(
-                        f"variable {number}: observed states have shape [] or [batch], got {tuple(tensor.shape)}"
-                    )
-            batch = max(tensor.numel() for tensor in states.values())
-            table = torch.full((batch, self.graph.num_variables), UNOBSERVED, device=self.device)
-            for number, tensor in states.items():
-                if tensor.numel() not in (1, batch):
-                    raise ValueError(f"variable {number}: expected 1 or {batch} observed states, got {tensor.numel()}")
-                table[:, number] = tensor
-            result = result._clamp_states(table)
-        for number, weights in soft.items():
-            result = result._weigh(number, weights)
-        return result
-
-    def _clamp_states(self, states: Tensor) -> LogPotentials:
-        states = states.to(self.device)
-        if states.dim() == 1:
-            states = states.unsqueeze(0)
-        variables = self.graph.num_variables
-        if states.is_floating_point() or states.dim() != 2 or states.shape[1] != variables:
-            raise ValueError(
-                f"expected integer states of shape [{variables}] or [batch, {variables}], -1 where not observed; "
-                f"got {states.dtype} of shape {tuple(states.shape)}"
-            )
-        wrong = (states < UNOBSERVED) | (states >= self.graph.state_counts)
-        if wrong.any():
-            member, variable = (int(i) for i in torch.nonzero(wrong)[0])
-            raise ValueError(
-                f"variable {variable}: expected a state from 0 to {int(self.graph.state_counts[variable]) - 1} "
-                f"(or -1: not observed), got {int(states[member, variable])}"
-            )
-        terms = []
-        for term, group in zip(self.node_terms, self.graph.variable_groups, strict=True):
-            seen = states[:, group.variables].unsqueeze(-1)
-            allowed = (seen == UNOBSERVED) | (seen == torch.arange(group.states, device=self.device))
-            certainty = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
-            terms.append(term + certainty.masked_fill(~allowed, -math.inf))
-        observed = states if self.observed is None else torch.where(states == UNOBSERVED, self.observed, states)
+        terms, observed = with_evidence(self.graph, self.node_terms, self.observed, evidence)
         return LogPotentials(self.graph, self.tables, terms, observed)
-
-    def _weigh(self, variable: int, weights: Tensor) -> LogPotentials:
-        group, row = self.graph.locate_variable(variable)
-        members = self.graph.variable_groups[group]
-        if weights.dim() not in (1, 2) or weights.shape[-1] != members.states:
-            raise ValueError(
-                f"variable {variable}: soft evidence has shape [{members.states}] or [batch, {members.states}], "
-                f"got {tuple(weights.shape)}"
-            )
-        if not bool(((weights >= 0) & torch.isfinite(weights)).all()):
-            raise ValueError(f"variable {variable}: soft evidence is non-negative and finite, got {weights.tolist()}")
-        weights = weights.to(self.dtype).reshape(-1, members.states)
-        old = self.node_terms[group]
-        term = old.expand(max(old.shape[0], weights.shape[0]), members.variables.numel(), members.states).clone()
-        term[:, row] = term[:, row] + weights.log()
-        terms = [*self.node_terms]
-        terms[group] = term
-        return LogPotentials(self.graph, self.tables, terms, self.observed)
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
