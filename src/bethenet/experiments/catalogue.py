@@ -8,6 +8,7 @@ from bethenet.experiments.runner import Experiment
 
 EXPERIMENTS = {
     "table1": "bethenet.experiments.ising_tables:TABLE_1",
+    "table2": "bethenet.experiments.ising_learning_tables:TABLE_2",
     "table3": "bethenet.experiments.rbm_tables:TABLE_3",
     "table4": "bethenet.experiments.hmm_tables:TABLE_4",
     "table5": "bethenet.experiments.ising_tables:TABLE_5",
