@@ -3,7 +3,9 @@
 import contextlib
 import doctest
 import importlib
+import json
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -79,3 +81,9 @@ def test_links_to_files_exist():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_page_on_engines_has_the_figures_that_were_measured():
+    script = runpy.run_path(str(ROOT / "benchmarks" / "engines.py"))
+    record = json.loads((ROOT / "results" / "engines" / "engines.json").read_text())
+    assert f"{script['BEGIN']}\n{script['table'](record)}{script['END']}" in (ROOT / "docs" / "inference.md").read_text()
