@@ -95,7 +95,8 @@ def draw_curves(settings: Settings, figures: Figures) -> list[Path]:
         axis.plot(seconds, values, linestyle="--", linewidth=1, color=lines[0].get_color())
     low = min(cell["nll_validation"] for cell in figures.values() if cell["nll_validation"] is not None)
     for axis in (left, right):
-        axis.set_xscale("log")
+        if any(len(line.get_xdata()) for line in axis.lines):
+            axis.set_xscale("log")
         axis.set_ylim(0.95 * low, 1.25 * low)
         axis.set_xlabel("seconds of training")
         axis.axhline(figures[UNIGRAM]["nll_validation"], color="0.75", linewidth=1, zorder=0)
