@@ -145,3 +145,45 @@ def test_options_are_checked(options: dict[str, object], message: str) -> None:
 def test_an_order_must_name_every_variable() -> None:
     with pytest.raises(ValueError, match="order"):
         BeliefPropagation(schedule="sweep", order=(0, 1)).run(ising_grids(2, 1, seed=0))
+
+
+def test_threads_and_blocks_change_nothing() -> None:
+    """A grid long enough to be worked on in blocks, by one thread and by two; and recorded, which is in one block."""
+    potentials = LogPotentials.random(FactorGraph.grid(190, 190), generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads, gradient in ((1, "envelope"), (2, "envelope"), (1, "unrolled")):
+            torch.set_num_threads(threads)
+            results.append(BeliefPropagation(max_iterations=5, gradient=gradient).run(potentials))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert torch.equal(other.beliefs.node_marginals, results[0].beliefs.node_marginals)
+        assert torch.equal(other.residual, results[0].residual)
+
+
+def test_a_million_edges_fit_in_two_hundred_bytes_each() -> None:
+    """Counted on a smaller grid: the graph, its wiring, the log-potentials, the prepared model and the messages."""
+    size = 100
+    edges = 2 * size * (size - 1)
+    graph = FactorGraph.grid(size, size)
+    potentials = LogPotentials(graph, [torch.zeros(1, size * size, 2), torch.zeros(1, edges, 2, 2)])
+    engine = BeliefPropagation()
+    problem = engine.prepare(potentials)
+    storages: dict[int, int] = {}
+    waiting: list[object] = [potentials, problem, engine.init(problem)]
+    seen: set[int] = set()
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Tensor):
+            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+        elif id(item) not in seen:
+            seen.add(id(item))
+            if isinstance(item, dict):
+                waiting.extend(item.values())
+            elif isinstance(item, (tuple, list)):
+                waiting.extend(item)
+            elif type(item).__module__.startswith("bethenet"):
+                waiting.extend(getattr(item, "__dict__", {}).values())
+    assert sum(storages.values()) <= 200 * edges

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -21,13 +21,11 @@ from torch import Tensor
 from bethenet.beliefs import Beliefs
 from bethenet.errors import ImpossibleEvidenceError
 from bethenet.graph import FactorGraph
+from bethenet.inference.bp.blocks import Workers, blocks
 from bethenet.inference.bp.kernels import Kernel, Mode, pack, spread, unpack
 from bethenet.inference.bp.wiring import Bucket, Wiring
 from bethenet.numerics import log_normalize
 from bethenet.regions import RegionGraph
-
-BLOCK_ENTRIES = 2**16
-"""Long chains of operations are done for so many numbers at a time, so that what lies between stays in the cache."""
 
 Messages = list[Tensor]
 Weights = Sequence[Float[Tensor, " factors"]]
@@ -73,6 +71,7 @@ class Problem:
     """What kernels and fields leave out of the model's log-potentials."""
     rounding: Float[Tensor, ""]
     """The change of a message that rounding alone can cause."""
+    workers: Workers = field(default_factory=Workers, repr=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,7 +92,7 @@ class Problem:
         return replace(
             self,
             kernels=tuple(None if kernel is None else kernel.select(members) for kernel in self.kernels),
-            fields=tuple(cut(field) for field in self.fields),
+            fields=tuple(cut(part) for part in self.fields),
             couplings=tuple(None if part is None else cut(part) for part in self.couplings),
             constant=self.constant[members],
             batch_size=members.numel(),
@@ -145,12 +144,12 @@ class Problem:
     def _sum(self, group: int, messages: Tensor, bucket: Bucket, block: slice = slice(None)) -> Sums:
         """The sums of the variables of one degree, or of a block of them."""
         planes = planes_of(messages, bucket)[:, block]
-        field = self.fields[group]
-        field = field[bucket.nodes][block] if field.shape[0] > 1 else field
+        own = self.fields[group]
+        own = own[bucket.nodes][block] if own.shape[0] > 1 else own
         if not self.has_impossible_tables:
-            return Sums(planes.sum(0) + field, None)
-        (finite, zeros), (field, field_zeros) = split(planes), split(field)
-        return Sums(finite.sum(0) + field, zeros.sum(0) + field_zeros)
+            return Sums(planes.sum(0) + own, None)
+        (finite, zeros), (own_finite, own_zeros) = split(planes), split(own)
+        return Sums(finite.sum(0) + own_finite, zeros.sum(0) + own_zeros)
 
     def cavity(self, sums: Sums, messages: Tensor, weights: Tensor | None) -> Tensor:
         """What a variable says to a factor: everything it knows but what the factor told it.
@@ -168,21 +167,24 @@ class Problem:
 
     def cavities(self, group: int, messages: Tensor) -> Tensor:
         """The cavities of all slots of a variable group."""
-        weights = None if self.slot_weights is None else self.slot_weights[group]
-        recorded = torch.is_grad_enabled()
-        result = messages[:0] if recorded else torch.empty_like(messages, memory_format=torch.contiguous_format)
-        for bucket in self.wiring.layouts[group].buckets:
-            planes = planes_of(messages, bucket)
-            shares = None if weights is None else planes_of(weights, bucket)
-            for block in blocks(planes.shape[1], planes.shape[0] * planes.shape[2] * planes.shape[3], planes):
-                sums = self._sum(group, messages, bucket, block)
-                share = None if shares is None else shares[:, block]
-                cavity = self.cavity(sums, planes[:, block], share)
-                if recorded:
-                    result = torch.cat([result, cavity.flatten(0, 1)])
-                else:
-                    planes_of(result, bucket)[:, block] = cavity
+        buckets = self.wiring.layouts[group].buckets
+        if torch.is_grad_enabled():
+            pieces = [self._cavities(group, messages, bucket, slice(None)).flatten(0, 1) for bucket in buckets]
+            return torch.cat([messages[:0], *pieces])
+        result = torch.empty_like(messages, memory_format=torch.contiguous_format)
+        for bucket in buckets:
+            planes = planes_of(result, bucket)
+
+            def fill(block: slice, planes: Tensor = planes, bucket: Bucket = bucket) -> None:
+                planes[:, block] = self._cavities(group, messages, bucket, block)
+
+            self.workers.each(fill, blocks(planes.shape[1], planes[:, :1].numel(), planes))
         return result
+
+    def _cavities(self, group: int, messages: Tensor, bucket: Bucket, block: slice) -> Tensor:
+        """Those of the variables of one degree, or of a block of them, in planes."""
+        weights = None if self.slot_weights is None else planes_of(self.slot_weights[group], bucket)[:, block]
+        return self.cavity(self._sum(group, messages, bucket, block), planes_of(messages, bucket)[:, block], weights)
 
     # --- beliefs ----------------------------------------------------------------------------------------------------
 
@@ -254,11 +256,3 @@ def refuse_impossible(members: Tensor | None) -> None:
 def planes_of(slots: Tensor, bucket: Bucket) -> Float[Tensor, "degree nodes batch width"]:
     """The slots of the variables of one degree, variables side by side."""
     return slots[bucket.slots].unflatten(0, (bucket.degree, bucket.nodes.stop - bucket.nodes.start))
-
-
-def blocks(members: int, entries: int, sample: Tensor) -> list[slice]:
-    """``members`` of so many entries each in blocks that stay in a processor's cache; one block where that is of no
-    use: on an accelerator, or where gradients are recorded.
-    """
-    size = members if torch.is_grad_enabled() or not sample.is_cpu else max(1, BLOCK_ENTRIES // max(1, entries))
-    return [slice(first, min(first + size, members)) for first in range(0, members, max(1, size))]

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from bethenet.inference.bp.blocks import blocks
 from bethenet.inference.bp.kernels import CouplingKernel
-from bethenet.inference.bp.problem import Messages, Problem, blocks
+from bethenet.inference.bp.problem import Messages, Problem
 
 Damping = Float[Tensor, " batch"] | float
-Updates = Iterator[tuple[slice, Tensor]]
+Proposal = Callable[[slice], Tensor]
+"""What the messages of some slots would be now."""
 
 
 def flood(problem: Problem, messages: Messages, damping: Damping) -> tuple[Messages, Float[Tensor, " batch"]]:
     """Renew every message from the old ones. Returns the new ones and the largest change, before damping."""
     worst = problem.no_change()
     result = []
-    for old, proposals in zip(messages, updates(problem, messages), strict=True):
-        new: Tensor | None = None
-        for block, update in proposals:
-            part, change = relaxed(problem, old[block], update, damping)
-            worst = torch.maximum(worst, change.amax((0, 2)))
-            if update.shape[0] == old.shape[0]:
-                new = part
-            else:
-                new = torch.empty_like(old, memory_format=torch.contiguous_format) if new is None else new
-                new[block] = part
-        result.append(old if new is None else new)
+    for old, proposal in zip(messages, proposals(problem, messages), strict=True):
+        new, change = _renewed(problem, old, proposal, damping)
+        result.append(new)
+        worst = torch.maximum(worst, change)
     return result, worst
 
 
@@ -38,24 +33,22 @@ def flood_worst(
     problem: Problem, messages: Messages, damping: Damping, fraction: float
 ) -> tuple[Messages, Float[Tensor, " batch"]]:
     """Renew, in each member, the ``fraction`` of all messages that would change most."""
-    proposals, changes = [], []
-    for old, found in zip(messages, updates(problem, messages), strict=True):
-        parts = [relaxed(problem, old[block], update, damping) for block, update in found]
-        proposals.append(torch.cat([part for part, _ in parts]) if parts else old)
-        changes.append(torch.cat([change.amax(2) for _, change in parts]) if parts else old.new_zeros(old.shape[:2]))
-    every = torch.cat([problem.no_change()[None, :][:0], *changes])
-    if not every.shape[0]:
-        return messages, problem.no_change()
-    threshold = every.topk(max(1, math.ceil(fraction * every.shape[0])), dim=0, sorted=True).values[-1]
+    found = [
+        relaxed(problem, old, proposal(slice(None)), damping) if old.shape[0] else (old, old)
+        for old, proposal in zip(messages, proposals(problem, messages), strict=True)
+    ]
+    changes = [change.amax(2) for _, change in found]
+    every = torch.cat([problem.no_change().unsqueeze(0), *changes])
+    threshold = every.topk(max(1, math.ceil(fraction * (every.shape[0] - 1))), dim=0).values[-1]
     chosen = [
         torch.where((change >= threshold).unsqueeze(-1), new, old)
-        for change, new, old in zip(changes, proposals, messages, strict=True)
+        for change, (new, _), old in zip(changes, found, messages, strict=True)
     ]
     return chosen, every.amax(0)
 
 
-def updates(problem: Problem, messages: Messages) -> list[Updates]:
-    """What every message would be now, per variable group, block by block."""
+def proposals(problem: Problem, messages: Messages) -> list[Proposal]:
+    """What every message would be now, per variable group."""
     cavities = [problem.cavities(group, part) for group, part in enumerate(messages)]
     sent: dict[tuple[int, int], Tensor] = {}
     for number, kernel in enumerate(problem.kernels):
@@ -71,25 +64,57 @@ def updates(problem: Problem, messages: Messages) -> list[Updates]:
             others = [None if other == axis else part for other, part in enumerate(incoming)]
             message = problem.normalized(kernel.message(others, axis, None), group.table_shape[axis])
             sent[number, axis] = message if problem.weights is None else message * problem.weights[number]
-    return [_blocks(problem, group, cavities[group], sent) for group in range(len(messages))]
+    return [
+        _assembled(problem, number, sent) if problem.couplings[number] is None else _coupled(problem, number, part)
+        for number, part in enumerate(cavities)
+    ]
 
 
-def _blocks(problem: Problem, group: int, cavities: Tensor, sent: dict[tuple[int, int], Tensor]) -> Updates:
-    layout, coupling = problem.wiring.layouts[group], problem.couplings[group]
-    if layout.num_slots == 0:
-        return
-    if coupling is None:
-        # assembled in edge order, with one message that says nothing for the padding slots
-        pieces = [sent[edge] for edge in problem.wiring.edges[group]]
-        yield slice(None), torch.cat([*pieces, torch.zeros_like(pieces[0][:1])]).index_select(0, layout.edge_of_slot)
-        return
-    reverse, kernel = problem.wiring.reverse[group], problem.kernels[problem.wiring.edges[group][0][0]]
-    if reverse is None or not isinstance(kernel, CouplingKernel):
+def _assembled(problem: Problem, group: int, sent: dict[tuple[int, int], Tensor]) -> Proposal:
+    """Messages that were computed factor by factor, taken to their slots."""
+    # one message more, which says nothing, for the padding slots
+    pieces = [sent[edge] for edge in problem.wiring.edges[group]]
+    in_edge_order = torch.cat([*pieces, torch.zeros_like(pieces[0][:1])]) if pieces else None
+
+    def proposal(block: slice) -> Tensor:
+        if in_edge_order is None:
+            raise ValueError("a variable group without messages has none to renew")
+        return in_edge_order.index_select(0, problem.wiring.layouts[group].edge_of_slot[block])
+
+    return proposal
+
+
+def _coupled(problem: Problem, group: int, cavities: Tensor) -> Proposal:
+    """Messages through couplings: each from the cavity of the opposite slot, with no detour by the factors."""
+    coupling, reverse = problem.couplings[group], problem.wiring.reverse[group]
+    kernel = problem.kernels[problem.wiring.edges[group][0][0]]
+    if coupling is None or reverse is None or not isinstance(kernel, CouplingKernel):
         raise TypeError("couplings by slot need pairwise factors that are couplings")
-    for block in blocks(layout.num_slots, cavities.shape[1], cavities):
+    weights = None if problem.slot_weights is None else problem.slot_weights[group]
+
+    def proposal(block: slice) -> Tensor:
         strength = coupling[block] if coupling.shape[0] > 1 else coupling
-        update = kernel.couple(cavities.index_select(0, reverse[block]), strength)
-        yield block, update if problem.slot_weights is None else update * problem.slot_weights[group][block]
+        message = kernel.couple(cavities.index_select(0, reverse[block]), strength)
+        return message if weights is None else message * weights[block]
+
+    return proposal
+
+
+def _renewed(problem: Problem, old: Tensor, proposal: Proposal, damping: Damping) -> tuple[Tensor, Tensor]:
+    """All messages of a variable group, block by block; and each member's largest change."""
+    parts = blocks(old.shape[0], old[:1].numel(), old)
+    if not parts:
+        return old, problem.no_change()
+    if len(parts) == 1:
+        new, change = relaxed(problem, old, proposal(slice(None)), damping)
+        return new, change.amax((0, 2))
+    result = torch.empty_like(old, memory_format=torch.contiguous_format)
+
+    def renew(block: slice) -> Tensor:
+        result[block], change = relaxed(problem, old[block], proposal(block), damping)
+        return change.amax((0, 2))
+
+    return result, torch.stack(problem.workers.each(renew, parts)).amax(0)
 
 
 def relaxed(problem: Problem, old: Tensor, update: Tensor, damping: Damping) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,64 @@
+"""Work on long tensors in blocks that stay in a processor's cache, several threads at a time.
+
+A chain of elementwise operations on a tensor larger than the cache reads and writes main memory at every link. Done
+block by block it reads once and writes once. A block is also short enough for PyTorch to run each operation on one
+thread: threads then meet once, at the end of the chain, and not after every link of it, where on a busy machine they
+spend most of their time waiting for each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+BLOCK_ENTRIES = 2**15 - 2**10
+"""PyTorch splits an operation among threads from 2^15 numbers on."""
+FEWEST_BLOCKS = 4
+"""Fewer blocks are not worth the waking of a thread."""
+
+T = TypeVar("T")
+
+
+def blocks(members: int, entries: int, sample: Tensor) -> list[slice]:
+    """``members`` of so many entries each, in blocks; in one where blocks are of no use: on an accelerator, or where
+    gradients are recorded.
+    """
+    size = members if torch.is_grad_enabled() or not sample.is_cpu else max(1, BLOCK_ENTRIES // max(1, entries))
+    return [slice(first, min(first + size, members)) for first in range(0, members, max(1, size))]
+
+
+class Workers:
+    """As many threads as PyTorch uses itself, started when they are first needed and gone with this object."""
+
+    def __init__(self) -> None:
+        self._threads = torch.get_num_threads()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def each(self, task: Callable[[slice], T], parts: list[slice]) -> list[T]:
+        """What ``task`` returns for each block, in no particular order. More than one block: no gradients."""
+        if self._threads == 1 or len(parts) < FEWEST_BLOCKS:
+            return [task(part) for part in parts]
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="bethenet")
+        waiting = deque(parts)
+
+        def work() -> list[T]:
+            done: list[T] = []
+            with torch.no_grad():  # a setting of each thread
+                while True:
+                    try:
+                        part = waiting.popleft()
+                    except IndexError:
+                        return done
+                    done.append(task(part))
+
+        helpers = [self._pool.submit(work) for _ in range(self._threads - 1)]
+        done = work()
+        for helper in helpers:
+            done += helper.result()
+        return done
