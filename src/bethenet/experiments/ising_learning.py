@@ -4,8 +4,14 @@ Every method starts from the same random models and sees the same samples. It le
 several strengths of an L2 penalty, as one batch. An Ising model's likelihood depends on its samples through their first
 and second moments alone, so every gradient is that of all samples and costs no more than log Z.
 
-How long to learn and how strong a penalty is decided for each model and method by the pseudo-likelihood of the
-validation samples: any method can afford it, and none is favoured by it. Nothing looks at the test samples before that.
+How long to learn and how strong a penalty is decided for each model by its validation samples, for all methods alike:
+by their exact NLL, and, for comparison, by their pseudo-likelihood, which needs no log Z. Nothing looks at the test
+samples before that.
+
+What each method can reach is a matter of its free energy. The optimum of Bethe's (with a penalty or without) has
+pairwise beliefs equal to the samples', but an exact NLL well above exact learning's where couplings are strong: beliefs
+say little about how much weight each of several modes has. Few iterations an update and early stopping keep away from
+it. Kikuchi's free energy leaves nearly nothing to exploit.
 """
 
 from __future__ import annotations
