@@ -10,8 +10,8 @@ apart and are in no rate. That both arrive at the same marginals is checked.
 *Held* counts the bytes of all tensors that the graph, the log-potentials, the wiring, the prepared model and a state
 keep, each storage once.
 
-Install the peer with ``pip install -c constraints.txt -e ".[benchmark]"``; without it that part is left out. PGMax 0.6.1
-needs a JAX that still has ``jax.lib.xla_bridge``: 0.7.2 or older.
+Install the peer with ``pip install -c constraints.txt -e ".[benchmark]"``; without it that part is left out.
+PGMax 0.6.1 needs a JAX that still has ``jax.lib.xla_bridge``: 0.7.2 does.
 """
 
 from __future__ import annotations

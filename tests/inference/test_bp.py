@@ -18,13 +18,13 @@ SCHEDULES = ["flooding", "sweep", "residual"]
 
 
 def random_tree(seed: int, *, states: tuple[int, ...] = (2, 3), batch: int = 2, zeros: bool = False) -> LogPotentials:
-    """Twelve variables in a tree of factors of two and three variables, and two components."""
+    """Ten variables in a tree of factors of two and three variables, and two components."""
     generator = torch.Generator().manual_seed(seed)
-    counts = [states[i] for i in torch.randint(len(states), (12,), generator=generator).tolist()]
+    counts = [states[i] for i in torch.randint(len(states), (10,), generator=generator).tolist()]
     scopes: list[tuple[int, ...]] = [(0,), (3,), ()]
-    for child in range(1, 8):
+    for child in range(1, 6):
         scopes.append((int(torch.randint(child, (1,), generator=generator)), child))
-    scopes += [(8, 3, 9), (10, 11)]
+    scopes += [(6, 3, 7), (8, 9)]
     graph = FactorGraph(counts, scopes)
     potentials = LogPotentials.random(graph, 1.5, batch_size=batch, dtype=torch.float64, generator=generator)
     if not zeros:
@@ -53,9 +53,9 @@ def assert_exact(potentials: LogPotentials, engine: BeliefPropagation) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("states", [(2,), (3,), (1, 2, 4)])
+@pytest.mark.parametrize("states", [(2,), (3,), (1, 2, 3)])
 def test_trees_are_exact(schedule: str, zeros: bool, states: tuple[int, ...]) -> None:
-    for seed in range(3):
+    for seed in range(2):
         assert_exact(random_tree(seed, states=states, zeros=zeros), BeliefPropagation(schedule=schedule))
 
 

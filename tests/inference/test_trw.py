@@ -165,11 +165,11 @@ def test_the_heaviest_forest_is_a_maximum_spanning_tree() -> None:
 )
 def test_optimised_weights_lower_the_bound_step_by_step(graph: FactorGraph) -> None:
     potentials = random_model(graph)
-    appearance, bounds, _ = optimized_appearance(TreeReweighted(optimize=6), potentials)
+    appearance, bounds, _ = optimized_appearance(TreeReweighted(optimize=4), potentials)
     assert len(bounds) > 2
     assert all(later < earlier for earlier, later in itertools.pairwise(bounds))
     truth = enumerate_model(potentials).log_z
-    result = TreeReweighted(optimize=6).run(potentials)
+    result = TreeReweighted(optimize=4).run(potentials)
     assert float(result.log_z.sum()) == pytest.approx(bounds[-1], abs=1e-4)
     assert bool((result.log_z >= truth).all())
     assert all(bool((weights > 0).all()) for weights in appearance)

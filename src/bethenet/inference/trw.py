@@ -81,7 +81,7 @@ class TreeReweighted(MessagePassing):
                 raise ValueError(
                     f"appearance: for factor group {number} expected {len(group)} probabilities above 0, got {weights}"
                 )
-        return self.appearance
+        return [weights.to(graph.device) for weights in self.appearance]
 
     def regions(self, problem: Problem) -> RegionGraph:
         """Factors counted as often as they appear."""
