@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from bethenet import FactorGraph, LogPotentials
 from bethenet.cli import app
 from bethenet.cli.common import format_bytes, parse_bytes
+from bethenet.errors import MemoryLimitError
 from bethenet.formats import read_model, write_evidence, write_model
 from bethenet.inference.registry import ENGINES, engine_class, make_engine
 from oracle import enumerate_model
@@ -81,6 +82,20 @@ def test_log_z_counts_the_evidence(path, model, tmp_path):
     found = infer(path, "--evidence", tmp_path / "one.evid", "--task", "log-z")
     assert set(found) == {"method", "status", "iterations", "residual", "seconds", "log_z"}
     assert found["log_z"] == pytest.approx(enumerate_model(model.clamp({1: 2, 0: 1})).log_z.item())
+
+
+def test_log_z_alone_takes_less_memory_than_marginals(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    grid = LogPotentials.random(FactorGraph.grid(8, 8), dtype=torch.float64, generator=generator)
+    write_model(grid, tmp_path / "grid.uai")
+    with pytest.raises(MemoryLimitError) as refused:
+        make_engine("exact", {"memory_limit": 1}).run(grid)
+    limit = refused.value.bytes_needed * 9 // 10
+    arguments = ("infer", tmp_path / "grid.uai", "--memory-limit", limit)
+    error(*arguments, code=3)
+    found = json.loads(run(*arguments, "--task", "log-z").stdout)
+    assert (found["method"], found["status"], found["iterations"], found["residual"]) == ("exact", "converged", 1, 0)
+    assert found["log_z"] == pytest.approx(make_engine("exact", {}).run(grid).log_z.item())
 
 
 def test_most_probable_state(path, model):
