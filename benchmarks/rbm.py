@@ -31,7 +31,7 @@ from sklearn.neural_network import BernoulliRBM
 from torch import Tensor
 
 from bethenet.data import BinaryImages, paper_digits
-from bethenet.experiments.rbm_learning import HIDDEN, RECIPES, held_out_nll, shortened, train
+from bethenet.experiments.rbm_learning import HIDDEN, RECIPES, held_out_nll, time_epoch, train
 from bethenet.inference.ais import annealed_importance_sampling
 from bethenet.models.rbm import RBM
 from bethenet.models.rbm_chains import RBMPath, contrastive_gradient, start_chains
@@ -170,22 +170,10 @@ def annealing(data: Tensor, arguments: argparse.Namespace) -> float:
 
 def trainer_epochs(arguments: argparse.Namespace) -> dict[str, object]:
     """Wall-clock and processor seconds of one epoch of the table's recipes, all of the loop counted."""
-    data = paper_digits()
-    found: dict[str, object] = {}
-    for name in ("pcd", "bp-persistent", "network"):
-        walls, processors = [], []
-        for repeat in range(arguments.repeats + 1):
-            began = time.process_time()
-            _, result = train(name, shortened(RECIPES[name], 1), data, device=arguments.device)
-            if repeat:
-                walls.append(result.seconds)
-                processors.append(time.process_time() - began)
-        found[name] = {
-            "median": round(statistics.median(walls), 4),
-            "range": [round(min(walls), 4), round(max(walls), 4)],
-            "processor seconds": round(statistics.median(processors), 4),
-        }
-    return found
+    return {
+        name: time_epoch(name, device=arguments.device, repeats=arguments.repeats)
+        for name in ("pcd", "bp-persistent", "network")
+    }
 
 
 def time_to_likelihood(data: Tensor, arguments: argparse.Namespace) -> dict[str, object]:

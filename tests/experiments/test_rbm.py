@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bethenet.data import paper_digits
-from bethenet.experiments import demo, rbm_tables
+from bethenet.experiments import demo, rbm_learning, rbm_tables
 from bethenet.experiments.catalogue import experiment
 from bethenet.experiments.rbm_learning import RECIPES, gibbs_marginals, held_out_nll, learner, shortened, train
 from bethenet.experiments.runner import Settings
@@ -89,7 +89,15 @@ def test_the_table_has_a_row_for_every_learner(tmp_path):
     text = paths[0].read_text()
     for recipe in RECIPES.values():
         assert f"| {recipe.label} | 20.00 ± 0.00 |" in text
+    assert "0.250 | 0.500" in text
     assert "21.24" in text
+
+
+def test_an_epoch_is_timed_as_if_whole(monkeypatch, few_digits):
+    monkeypatch.setattr(rbm_learning, "paper_digits", lambda: few_digits)
+    seconds = rbm_learning.time_epoch("pcd", repeats=1)
+    assert 0 < seconds["wall"] < 60
+    assert seconds["processors"] > 0
 
 
 def test_a_quick_cell(tmp_path, monkeypatch, few_digits):
