@@ -71,9 +71,9 @@ class GeneralizedBeliefPropagation(IterativeEngine):
     """Generalised belief propagation (Kikuchi approximation), convergent.
 
     Every member of a batch starts with fast single-loop updates; one that gets stuck goes on with a more convex bound,
-    in the end with the double loop, whose every round lowers the free energy. One iteration is one sweep over all
-    regions. The residual is the largest disagreement between regions, or change of an intersection's belief, in
-    probability.
+    in the end with the double loop, whose every round lowers the free energy as far as it is minimised to the end
+    (``inner_tolerance``). One iteration is one sweep over all regions. The residual is the largest disagreement between
+    regions, or change of an intersection's belief, in probability.
 
     A state is continued (warm start) where neither old nor new tables contain impossible states; members that do start
     afresh. All arithmetic is in double precision.
