@@ -127,18 +127,7 @@ def report(settings: Settings, figures: Figures) -> list[Path]:
     for split in SPLITS:
         rows = [row for name in RECIPES if (row := table_row(name, split, figures))]
         if rows:
-            header = [
-                "learner",
-                "NLL",
-                "AIS error",
-                "l_F",
-                "epochs",
-                "s/epoch",
-                "seeds",
-                "paper: NLL",
-                "paper: s/epoch",
-            ]
-            parts.append(f"\n## The {split} split\n\n{markdown_table(header, rows)}")
+            parts.append(f"\n## The {split} split\n\n{markdown_table(HEADER, rows)}")
     path = settings.output / "table3.md"
     write_text(path, "".join(parts) + NOTE)
     return [path, draw_curves(settings, figures), *draw_pictures(settings, figures)]
