@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import bethenet
 from bethenet import FactorGraph, LogPotentials
 from bethenet.cli import app
 from bethenet.cli.common import format_bytes, parse_bytes
@@ -313,6 +314,18 @@ def test_bytes_for_people():
         assert parse_bytes(text) == count
     for count, text in [(0, "0 bytes"), (318, "318 bytes"), (1536, "1.5 KiB"), (2**33, "8 GiB"), (2**80, "1.049e+06")]:
         assert format_bytes(count).startswith(text)
+
+
+def test_version():
+    assert run("--version").stdout == f"bethenet {bethenet.__version__}\n"
+
+
+@pytest.mark.parametrize("method", [method for method in ENGINES if method != "network"])
+def test_a_model_of_nothing(tmp_path, method):
+    (tmp_path / "empty.uai").write_text("MARKOV\n0\n\n0\n")
+    found = infer(tmp_path / "empty.uai", "--method", method, "--factors")
+    assert (found["status"], found["node_marginals"], found["factor_marginals"]) == ("converged", [], [])
+    assert str(found["log_z"]) == "0.0"
 
 
 def test_engines_by_name():

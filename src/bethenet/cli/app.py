@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import typer
 
+import bethenet
 from bethenet.cli import results
 from bethenet.cli.common import (
     Device,
@@ -43,8 +44,22 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Inference in discrete Markov random fields. Models are UAI or libDAI files, perhaps gzipped.",
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"bethenet {bethenet.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Inference in discrete Markov random fields. Models are UAI or libDAI files, perhaps gzipped."""
 
 
 class Task(StrEnum):

@@ -23,7 +23,7 @@ def describe(result: InferenceResult, *, node_marginals: bool, factor_marginals:
             "status": str(status),
             "iterations": int(result.iterations[number]),
             "residual": float(result.residual[number]),
-            "log_z": float(result.log_z[number]),
+            "log_z": float(result.log_z[number]) + 0.0,  # minus zero becomes zero
         }
         if nodes is not None:
             member["node_marginals"] = nodes[number]
