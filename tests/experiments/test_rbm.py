@@ -74,6 +74,9 @@ def test_the_table_has_a_row_for_every_learner(tmp_path):
     assert sum(cell.key.startswith("pcd-") for cell in cells) == 4
     figures = {}
     for cell in cells:
+        if cell.key.startswith("time-"):
+            figures[cell.key] = {"wall": 0.25, "processors": 0.5}
+            continue
         figures[cell.key] = {
             "nll": 20.0,
             "ais_error": 0.02,
