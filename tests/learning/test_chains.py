@@ -1,3 +1,4 @@
+import copy
 import itertools
 
 import pytest
@@ -242,3 +243,25 @@ def test_the_paper_s_networks_take_algorithm_one_s_steps():
     torch.testing.assert_close(updates[1].loss, wanted)
     value = free_energy(clamped, beliefs).mean() - free_energy(unclamped, free(unclamped))
     torch.testing.assert_close(updates[2].value, value.detach())
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kind", ["bp", "kikuchi", "amortized"])
+def test_on_a_gpu(kind):
+    model, words = hmm(), sentences()
+    made = {
+        "bp": lambda: ChainLikelihood(model, ChainBeliefPropagation("sweeps", 2)),
+        "kikuchi": lambda: ChainLikelihood(model, ChainKikuchi(iterations=2, domain="scaled")),
+        "amortized": lambda: AmortizedChainLikelihood(model, network(), flooding=2),
+    }[kind]
+    here, there = made(), copy.deepcopy(made()).cuda()
+    for _ in range(2):
+        ours, theirs = gradients(here, words), gradients(there, words.cuda())
+        for part, slopes in ours.items():
+            compare([slope if slope is None else slope.cpu() for slope in theirs[part]], slopes)
+    found = there.evaluate(Batch(words.cuda(), 4))
+    torch.testing.assert_close(found["objective"].cpu(), here.evaluate(Batch(words, 4))["objective"])
