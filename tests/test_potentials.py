@@ -336,3 +336,10 @@ def test_wrong_potentials(build, message):
 def test_members_beyond_the_batch():
     with pytest.raises(IndexError, match="member 2 of a batch of 2"):
         example(2)[2]
+
+
+@pytest.mark.parametrize("more", [{1: [0, 1, 0]}, {1: torch.ones(3, 2)}, torch.zeros(3, 3, dtype=torch.long)])
+def test_evidence_for_batches_of_different_sizes(more):
+    potentials = LogPotentials.random(FactorGraph.chain(3)).clamp({0: [0, 1]})
+    with pytest.raises(ValueError, match="expected evidence for 1 or 2 batch members, as there was before; got 3"):
+        potentials.clamp(more)

@@ -287,6 +287,17 @@ def test_a_warm_start_is_at_once_where_it_was(case, potentials):
 
 
 @engines
+def test_a_state_of_another_graph_or_batch_is_refused(case):
+    if case.method == "exact":
+        return
+    large, small = on_graph(FactorGraph.grid(3, 3), batch=2), on_graph(FactorGraph.grid(2, 2))
+    state = case.run(large).state
+    for other in (small, on_graph(FactorGraph.grid(3, 3), batch=3)):
+        with pytest.raises(ValueError, match="state"):
+            case.run(other, state=state)
+
+
+@engines
 def test_impossible_models_are_never_a_result(case):
     """The named error, or a log Z of minus infinity; both where one member of a batch only is impossible."""
     graph = FactorGraph([2, 2], [(0, 1)])

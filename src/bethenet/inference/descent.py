@@ -18,7 +18,7 @@ from bethenet.inference.coupling import consistent_beliefs, free_energy_at, node
 from bethenet.inference.engine import Engine, IterativeEngine, State, map_tensors
 from bethenet.inference.minimisers import Evaluation, LimitedMemory, Minimiser, Vector, select
 from bethenet.inference.scaling import Scaling
-from bethenet.inference.starts import best_of_restarts, local_evidence, noisy_start
+from bethenet.inference.starts import best_of_restarts, check_state, local_evidence, noisy_start
 from bethenet.numerics import log_normalize
 from bethenet.potentials import LogPotentials
 from bethenet.result import InferenceResult
@@ -88,6 +88,8 @@ class Descent(IterativeEngine):
         softened = _soften(potentials)
         if state is not None:
             batch = potentials.batch_size
+            entries = sum(group.variables.numel() * group.states for group in potentials.graph.variable_groups)
+            check_state([state.point], [(max(entries, 1),)], batch)
             state = map_tensors(lambda tensor: tensor.expand(batch, *tensor.shape[1:]), state)
             evaluation = self._evaluate(softened, state.point, state.evaluation.memory)
             return self.minimiser.init(state.point, evaluation, state)

@@ -16,7 +16,7 @@ from bethenet.graph import FactorGraph
 from bethenet.inference.colouring import colour_classes
 from bethenet.inference.engine import IterativeEngine, State
 from bethenet.inference.scaling import add_duals
-from bethenet.inference.starts import best_of_restarts, noisy_start
+from bethenet.inference.starts import best_of_restarts, check_state, noisy_start
 from bethenet.numerics import log_normalize
 from bethenet.potentials import LogPotentials
 from bethenet.regions import RegionGraph
@@ -64,6 +64,8 @@ class MeanField(IterativeEngine):
             return tuple(
                 log_normalize(logits, -1) for logits in noisy_start(potentials, self.noise, generator, self.restarts)
             )
+        shapes = [(group.variables.numel(), group.states) for group in potentials.graph.variable_groups]
+        check_state(state, shapes, potentials.batch_size)
         return tuple(table.expand(potentials.batch_size, -1, -1) for table in state)
 
     def state_from_beliefs(self, potentials: LogPotentials, beliefs: Beliefs) -> tuple[Tensor, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -89,3 +89,17 @@ def best_of_restarts(
         seconds=time.perf_counter() - started,
         state=map_tensors(lambda tensor: tensor[best], result.state),
     )
+
+
+def check_state(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], batch: int) -> None:
+    """Refuse a state whose tensors have other shapes, or another batch than ``batch`` or 1.
+
+    Raises:
+        ValueError: it belongs to another graph or batch.
+    """
+    found = [tuple(tensor.shape) for tensor in tensors]
+    if [shape[1:] for shape in found] != list(shapes) or any(shape[0] not in (1, batch) for shape in found):
+        raise ValueError(
+            f"state: expected tensors of shapes {list(shapes)} for a batch of {batch} (or 1), got {found}: it belongs "
+            "to another graph or batch"
+        )

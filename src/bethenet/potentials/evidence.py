@@ -67,6 +67,7 @@ def _with_states(graph: FactorGraph, terms: Terms, observed: Observed, states: T
             f"variable {variable}: expected a state from 0 to {int(graph.state_counts[variable]) - 1} "
             f"(or -1: not observed), got {int(states[member, variable])}"
         )
+    _check_batch(terms, states.shape[0])
     result = []
     for term, group in zip(terms, graph.variable_groups, strict=True):
         seen = states[:, group.variables].unsqueeze(-1)
@@ -88,6 +89,13 @@ def _with_weights(graph: FactorGraph, terms: Terms, variable: int, weights: Tens
         raise ValueError(f"variable {variable}: soft evidence is non-negative and finite, got {weights.tolist()}")
     old = terms[number]
     weights = weights.to(old.dtype).reshape(-1, group.states)
+    _check_batch(terms, weights.shape[0])
     new = old.expand(max(old.shape[0], weights.shape[0]), group.variables.numel(), group.states).clone()
     new[:, row] = new[:, row] + weights.log()
     return (*terms[:number], new, *terms[number + 1 :])
+
+
+def _check_batch(terms: Terms, members: int) -> None:
+    batch = max((term.shape[0] for term in terms), default=1)
+    if batch > 1 and members not in (1, batch):
+        raise ValueError(f"expected evidence for 1 or {batch} batch members, as there was before; got {members}")
