@@ -103,7 +103,7 @@ def learn(recipe: Recipe, corpus: Corpus, seed: int, settings: Settings, folder:
     model = model_of(recipe, len(corpus.vocabulary), states_for(settings), "scaled" if scaled else "auto")
     objective = objective_of(recipe, model, len(corpus.vocabulary), _longest(corpus)).to(settings.device)
     rates = dict.fromkeys(objective.parts(), recipe.network_rate) | {"model": recipe.learning_rate}
-    schedule = Schedule(recipe.schedule, final=0.05)
+    schedule = Schedule(recipe.schedule, recipe.warmup, final=0.05)
     options = TrainerOptions(
         epochs=recipe.epochs,
         seed=seed,
@@ -201,7 +201,7 @@ def recipes_for(settings: Settings) -> dict[str, Recipe]:
     if not settings.quick:
         return RECIPES
     small: dict[str, Any] = {"embedding": 16, "epochs": 3, "word": 16, "node": 8, "width": 16, "layers": 1}
-    small |= {"learning_rate": 0.01, "network_rate": 0.003}
+    small |= {"learning_rate": 0.01, "network_rate": 0.003, "warmup": 10}
     return {name: replace(recipe, **small) for name, recipe in RECIPES.items()}
 
 

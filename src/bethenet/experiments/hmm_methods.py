@@ -46,6 +46,8 @@ class Recipe:
     network_rate: float = 1e-3
     clip_norm: float = 5.0
     schedule: Literal["constant", "cosine"] = "cosine"
+    warmup: int = 100
+    """Minibatches over which the learning rates rise."""
     iterations: int = 1
     """Of the engine, a minibatch."""
     persistent: bool = True
