@@ -5,7 +5,7 @@ import torch
 
 from bethenet.learning import DirectLikelihood, OptimizerOptions, Schedule, Trainer, TrainerOptions
 from bethenet.learning.contrastive import ContrastiveDivergence, PersistentContrastiveDivergence
-from bethenet.learning.objective import Batch
+from bethenet.learning.objective import Batch, Update
 from bethenet.models.rbm import RBM
 
 
@@ -119,3 +119,16 @@ def test_wrong_numbers_are_refused():
         ContrastiveDivergence(small_machine(), steps=0)
     with pytest.raises(ValueError, match="chains"):
         PersistentContrastiveDivergence(small_machine(), chains=0)
+
+
+def test_an_update_without_loss_or_with_too_few_gradients_is_refused():
+    _, data = samples(8)
+
+    class Broken(ContrastiveDivergence):
+        def updates(self, batch, generator=None):
+            yield Update(("model",), gradients=self.gradients)
+
+    objective = Broken(small_machine())
+    for objective.gradients, message in (([torch.zeros(6, 4)], "3 trainable parameters; got 1"), (None, "loss")):
+        with pytest.raises(ValueError, match=message):
+            Trainer(objective, TrainerOptions(epochs=1)).fit(data)

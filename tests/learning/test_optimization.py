@@ -75,3 +75,28 @@ def test_an_average_is_taken_off_again():
 def test_wrong_options_are_named(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize("algorithm", ["adam", "adamw"])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_the_fused_kernel_does_what_torchs_optimiser_does(algorithm, clip_norm):
+    options = OptimizerOptions(algorithm, 0.1, betas=(0.8, 0.9), weight_decay=0.05, clip_norm=clip_norm)
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 2), (4,), ())]
+    ours = [torch.nn.Parameter(value.clone()) for value in start]
+    theirs = [torch.nn.Parameter(value.clone()) for value in start]
+    optimizer, reference = PartOptimizer(ours, options), options.build(theirs)
+    assert optimizer.adam is not None
+    for step in range(5):
+        # strides that are not those of the parameter, and a parameter that is left out at times
+        slope = torch.randn(2, 3, generator=generator, dtype=torch.float64).t()
+        level = torch.randn((), generator=generator, dtype=torch.float64).expand(4)
+        gradients = [slope, level, None if step == 2 else torch.tensor(1.0, dtype=torch.float64)]
+        for parameter, gradient in zip(theirs, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(theirs, clip_norm)
+        reference.step()
+        optimizer.step(gradients, step, 0.0)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
