@@ -159,6 +159,18 @@ def test_every_method_gives_the_same_object(path, method):
         assert sum(marginal) == pytest.approx(1)
 
 
+@pytest.mark.parametrize("method", [method for method in ENGINES if method != "network"])
+def test_every_method_gives_the_same_object_for_each_sample_of_evidence(path, method, tmp_path):
+    write_evidence(torch.tensor([[1, -1, -1, -1], [-1, 2, 0, -1]]), tmp_path / "two.evid")
+    found = infer(path, "--method", method, "--evidence", tmp_path / "two.evid", "--factors", "--seed", 0)
+    assert set(found) == {"method", "status", "seconds", "members"}
+    for member, (variable, marginal) in zip(found["members"], [(0, [0, 1]), (1, [0, 0, 1])], strict=True):
+        fields = {"status", "iterations", "residual", "log_z", "node_marginals", "factor_marginals"}
+        assert set(member) == fields
+        assert member["node_marginals"][variable] == marginal
+        assert [factor["scope"] for factor in member["factor_marginals"]] == [[0, 1], [2, 1], [2], [], [1]]
+
+
 def test_belief_propagation_is_exact_on_this_tree(path):
     assert infer(path, "--method", "bp")["log_z"] == pytest.approx(infer(path)["log_z"])
 

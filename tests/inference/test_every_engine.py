@@ -286,6 +286,18 @@ def test_a_warm_start_is_at_once_where_it_was(case, potentials):
     assert_same_beliefs(again.beliefs, first.beliefs)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@engines
+@over(some("mixed states", "arity three, one, nothing", "empty", "evidence", "impossible entries", "grid", "complete"))
+def test_a_gpu_finds_the_same(case, potentials):
+    there, here = case.run(potentials.to("cuda")), case.run(potentials)
+    assert there.status is here.status
+    assert there.log_z.device.type == "cuda"
+    close(there.log_z.cpu(), here.log_z)
+    close(there.beliefs.node_marginals.cpu(), here.beliefs.node_marginals, 1e-5)
+
+
 @engines
 def test_a_state_of_another_graph_or_batch_is_refused(case):
     if case.method == "exact":
