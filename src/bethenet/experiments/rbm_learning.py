@@ -89,7 +89,7 @@ RECIPES = {
     "bp-cold": Recipe("Loopy BP, cold, 10 sweeps", 8),
     "descent": Recipe("Descent, persistent", 10, slow=True),
     "paper-network": Recipe("Inference network of the paper", 12, 1e-3, 3e-3, averaging=None, slow=True),
-    "nvi-mixture": Recipe("Neural variational inference, mixture", 60, 1e-3, 5e-3, clip_norm=5.0),
+    "nvi-mixture": Recipe("Neural variational inference, mixture", 50, 1e-3, 5e-3, clip_norm=5.0),
     "nvi-network": Recipe("Neural variational inference, autoregressive", 30, 1e-3, clip_norm=5.0, slow=True),
 }
 
@@ -119,7 +119,7 @@ def learner(name: str, model: RBM, seed: int) -> Objective:
         case "paper-network":
             return Likelihood(model, ByNetwork(paper_network(model, seed).to(device)))
         case "nvi-mixture":
-            mixture = MixtureOfProducts(model.visible_bias, 20, generator=generator)
+            mixture = MixtureOfProducts(model.visible_bias, 200, generator=generator)
             return VariationalUpperBound(model, mixture, samples=400)
         case "nvi-network":
             return VariationalUpperBound(model, AutoregressiveNetwork(model.visible_bias, generator=generator))
