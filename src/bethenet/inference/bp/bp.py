@@ -66,7 +66,7 @@ class BeliefPropagation(MessagePassing):
 
     @torch.no_grad()
     def _decoded(self, potentials: LogPotentials, state: MessageState) -> Int[Tensor, "batch variables"]:
-        problem = prepare(potentials.detach(), "max", certain=True)
+        problem = prepare(potentials.detach(), "max")
         messages = problem.open([part.transpose(0, 1) for part in state.messages])
         found = decode(problem, messages, compile_sweep(problem.graph, self.order))
         graph = problem.graph

@@ -52,15 +52,30 @@ class Kernel(Protocol):
 class CouplingKernel:
     """Binary pairwise factors reduced to their coupling J: table ``J s t`` with s, t = -1, 1, fields taken out.
 
-    In log-odds the message is ``2 atanh(tanh(J) tanh(c / 2))``. It is computed as
-    ``softplus(c + 2J) - softplus(c - 2J) - 2J``: right for any size of J and c, where the hyperbolic form saturates.
+    In log-odds the message from c is ``2 atanh(tanh(J) tanh(c / 2))``. With R = exp(2J) and E = exp(c) that is
+    ``log (R E + 1) / (E + R)``, two transcendental functions a message, which holds while neither overflows: c is cut
+    off where the message has long reached its limit of 2J. For larger couplings it is computed as the maximum's, c
+    limited to [-2J, 2J], plus ``log(1 + exp(-|c + 2J|)) - log(1 + exp(-|c - 2J|))``. Log-odds may be infinite.
     """
 
     coupling: Float[Tensor, "factors batch 1"]
     """``2 J``."""
+    strength: Float[Tensor, "factors batch 1"]
+    """``exp(2 J)`` in the exponential domain, else ``2 J``."""
+    exponential: bool
     mode: Mode
-    certain: bool = False
-    """Whether incoming log-odds can be infinite, as those of an observed variable are."""
+
+    @classmethod
+    def build(cls, coupling: Tensor, mode: Mode) -> CouplingKernel:
+        """Look at the numbers and choose the domain."""
+        most = exponential_range(coupling.dtype) / 2
+        exponential = mode == "sum" and bool((coupling.detach().abs() <= most).all())
+        return cls(coupling, coupling.exp() if exponential else coupling, exponential, mode)
+
+    @property
+    def silent(self) -> float:
+        """The strength of no coupling."""
+        return 1.0 if self.exponential else 0.0
 
     @property
     def log_table(self) -> Float[Tensor, "factors batch 2 2"]:
@@ -72,23 +87,22 @@ class CouplingKernel:
         """See `Kernel.message`."""
         cavity = incoming[1 - axis]
         assert cavity is not None
-        return self.couple(cavity, _select(self.coupling, rows))
+        return self.couple(cavity, _select(self.strength, rows))
 
-    def couple(self, cavity: Tensor, coupling: Tensor) -> Tensor:
-        """The message through couplings ``2 J`` from log-odds ``cavity``."""
-        if self.certain:
-            # beyond these bounds a message no longer depends on the log-odds
-            limit = coupling.abs() + 50.0
-            cavity = torch.maximum(torch.minimum(cavity, limit), -limit)
+    def couple(self, cavity: Tensor, strength: Tensor) -> Tensor:
+        """The message through couplings of some strengths from log-odds ``cavity``."""
+        if self.exponential:
+            cut_off = exponential_range(cavity.dtype) * 0.8
+            odds = cavity.clamp(-cut_off, cut_off).exp()
+            return ((strength * odds + 1) / (odds + strength)).log()
+        limited = _limited(cavity, strength)
         if self.mode == "max":
-            return F.relu(cavity + coupling) - F.relu(cavity - coupling) - coupling
-        threshold = 20.0 if cavity.dtype == torch.float32 else 40.0
-        plus = F.softplus(cavity + coupling, threshold=threshold)
-        return plus - F.softplus(cavity - coupling, threshold=threshold) - coupling
+            return limited
+        return limited + F.softplus(-(cavity + strength).abs()) - F.softplus(-(cavity - strength).abs())
 
     def select(self, members: Tensor) -> CouplingKernel:
         """See `Kernel.select`."""
-        return replace(self, coupling=_members(self.coupling, members))
+        return replace(self, coupling=_members(self.coupling, members), strength=_members(self.strength, members))
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,9 +166,25 @@ class TableKernel:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
+def _limited(cavity: Tensor, coupling: Tensor) -> Tensor:
+    """The smaller of the two in size, with the product of their signs. Where they are of one size, which happens in
+    models of round numbers, the gradient is the mean of both sides'.
+    """
+    inner, outer = cavity * coupling.sign(), coupling * cavity.sign()
+    gap = cavity.abs() - coupling.abs()
+    return torch.where(gap < 0, inner, torch.where(gap > 0, outer, (inner + outer) / 2))
+
+
 def exponential_range(dtype: torch.dtype) -> float:
     """How far (nats) an entry may lie below the maximum for the exponential domain to be used."""
     return 60.0 if torch.finfo(dtype).bits <= 32 else 500.0
+
+
+def rows_of(values: Float[Tensor, "rows batch width"], rows: Tensor) -> Float[Tensor, "members batch width"]:
+    """``values[rows]``; one number a row is gathered as such, which is several times faster."""
+    if values.shape[1] * values.shape[2] == 1:
+        return values.reshape(-1).index_select(0, rows).reshape(-1, 1, 1)
+    return values.index_select(0, rows)
 
 
 def spread(message: Float[Tensor, "members batch states"], axis: int, arity: int) -> Tensor:

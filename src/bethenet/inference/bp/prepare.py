@@ -10,22 +10,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bethenet.graph import FactorGroup
-from bethenet.inference.bp.kernels import CouplingKernel, Kernel, Mode, TableKernel, pack
+from bethenet.inference.bp.kernels import CouplingKernel, Kernel, Mode, TableKernel, pack, rows_of
 from bethenet.inference.bp.problem import Problem, Weights, message_width, refuse_impossible
 from bethenet.inference.bp.wiring import Wiring, compile_wiring
 from bethenet.potentials import LogPotentials
 
 
-def prepare(
-    potentials: LogPotentials, mode: Mode = "sum", weights: Weights | None = None, *, certain: bool = False
-) -> Problem:
+def prepare(potentials: LogPotentials, mode: Mode = "sum", weights: Weights | None = None) -> Problem:
     """Everything about a model that stays the same from one iteration to the next.
 
     Args:
         potentials: the model.
         mode: whether factors sum or maximise.
         weights: for each factor group the factors' weights; all 1 if not given.
-        certain: be ready for variables whose state is fixed, even if the model fixes none.
 
     Raises:
         ImpossibleEvidenceError: a constant, or what concerns one variable alone, leaves nothing possible.
@@ -47,7 +44,7 @@ def prepare(
             fields.add(group, 1, parts[1])
             fields.add_constant(group, left)
             scaled = coupling if share is None else coupling / share.flatten(2)
-            kernels.append(CouplingKernel(scaled, mode, certain or has_zeros))
+            kernels.append(CouplingKernel.build(scaled, mode))
         else:
             scaled = table if share is None else table / share
             widths = tuple(states if hard else message_width(states) for states in group.table_shape)
@@ -60,7 +57,7 @@ def prepare(
         fields=tuple(packed),
         weights=None if weights is None else tuple(w.to(potentials.dtype).reshape(-1, 1, 1) for w in weights),
         slot_weights=None if weights is None else tuple(_slot_weights(wiring, weights, potentials.dtype)),
-        couplings=tuple(_slot_couplings(wiring, kernels)),
+        strengths=tuple(_slot_strengths(wiring, kernels)),
         batch_size=potentials.batch_size,
         mode=mode,
         has_impossible_tables=hard,
@@ -127,20 +124,20 @@ def _slot_weights(wiring: Wiring, weights: Weights, dtype: torch.dtype) -> list[
     return result
 
 
-def _slot_couplings(wiring: Wiring, kernels: Sequence[Kernel | None]) -> list[Tensor | None]:
+def _slot_strengths(wiring: Wiring, kernels: Sequence[Kernel | None]) -> list[Tensor | None]:
     result: list[Tensor | None] = []
     for layout, edges, reverse in zip(wiring.layouts, wiring.edges, wiring.reverse, strict=True):
         kernel = kernels[edges[0][0]] if reverse is not None else None
         if not isinstance(kernel, CouplingKernel):
             result.append(None)
             continue
-        coupling, factors = kernel.coupling, wiring.slots[edges[0][0]][0].numel()
-        if coupling.shape[0] == 1 and layout.num_slots > 2 * factors:
-            coupling = coupling.expand(factors, *coupling.shape[1:])
-        if coupling.shape[0] > 1:
-            padding = torch.zeros_like(coupling[:1])
-            coupling = torch.cat([coupling, coupling, padding]).index_select(0, layout.edge_of_slot)
-        result.append(coupling)
+        strength, factors = kernel.strength, wiring.slots[edges[0][0]][0].numel()
+        if strength.shape[0] == 1 and layout.num_slots > 2 * factors:
+            strength = strength.expand(factors, *strength.shape[1:])
+        if strength.shape[0] > 1:
+            padding = torch.full_like(strength[:1], kernel.silent)
+            strength = rows_of(torch.cat([strength, strength, padding]), layout.edge_of_slot)
+        result.append(strength)
     return result
 
 

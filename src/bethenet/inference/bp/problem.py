@@ -22,7 +22,7 @@ from bethenet.beliefs import Beliefs
 from bethenet.errors import ImpossibleEvidenceError
 from bethenet.graph import FactorGraph
 from bethenet.inference.bp.blocks import Workers, blocks
-from bethenet.inference.bp.kernels import Kernel, Mode, pack, spread, unpack
+from bethenet.inference.bp.kernels import Kernel, Mode, pack, rows_of, spread, unpack
 from bethenet.inference.bp.wiring import Bucket, Wiring
 from bethenet.numerics import log_normalize
 from bethenet.regions import RegionGraph
@@ -59,7 +59,7 @@ class Problem:
     """For each variable group everything that concerns one variable alone."""
     weights: tuple[Float[Tensor, "factors 1 1"], ...] | None
     slot_weights: tuple[Float[Tensor, "slots 1 1"], ...] | None
-    couplings: tuple[Float[Tensor, "slots batch 1"] | None, ...]
+    strengths: tuple[Float[Tensor, "slots batch 1"] | None, ...]
     """By slot, for a variable group all of whose messages go through one `CouplingKernel` between its own variables."""
     batch_size: int
     mode: Mode
@@ -93,7 +93,7 @@ class Problem:
             self,
             kernels=tuple(None if kernel is None else kernel.select(members) for kernel in self.kernels),
             fields=tuple(cut(part) for part in self.fields),
-            couplings=tuple(None if part is None else cut(part) for part in self.couplings),
+            strengths=tuple(None if part is None else cut(part) for part in self.strengths),
             constant=self.constant[members],
             batch_size=members.numel(),
         )
@@ -197,7 +197,7 @@ class Problem:
         nodes = []
         for part, layout in zip(sums, self.wiring.layouts, strict=True):
             total = unpack(part.total) if part.total.shape[-1] < layout.states else part.total
-            nodes.append(total.index_select(0, layout.positions).transpose(0, 1))
+            nodes.append(rows_of(total, layout.positions).transpose(0, 1))
         cavities = [self.cavities(group, part) for group, part in enumerate(messages)]
         factors = []
         for number, group in enumerate(self.graph.factor_groups):
@@ -210,7 +210,7 @@ class Problem:
                 continue
             logits = kernel.log_table
             for axis, slots in enumerate(self.wiring.slots[number]):
-                incoming = cavities[group.variable_groups[axis]].index_select(0, slots)
+                incoming = rows_of(cavities[group.variable_groups[axis]], slots)
                 full = unpack(incoming) if incoming.shape[-1] < group.table_shape[axis] else incoming
                 logits = logits + spread(full, axis, group.arity)
             factors.append(logits.transpose(0, 1))

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bethenet.inference.bp.blocks import blocks
-from bethenet.inference.bp.kernels import CouplingKernel
+from bethenet.inference.bp.kernels import CouplingKernel, rows_of
 from bethenet.inference.bp.problem import Messages, Problem
 
 Damping = Float[Tensor, " batch"] | float
@@ -54,10 +54,10 @@ def proposals(problem: Problem, messages: Messages) -> list[Proposal]:
     for number, kernel in enumerate(problem.kernels):
         group = problem.graph.factor_groups[number]
         readers = group.variable_groups
-        if kernel is None or problem.couplings[readers[0]] is not None:
+        if kernel is None or problem.strengths[readers[0]] is not None:
             continue
         incoming = [
-            cavities[reader].index_select(0, slots)
+            rows_of(cavities[reader], slots)
             for reader, slots in zip(readers, problem.wiring.slots[number], strict=True)
         ]
         for axis in range(len(readers)):
@@ -65,7 +65,7 @@ def proposals(problem: Problem, messages: Messages) -> list[Proposal]:
             message = problem.normalized(kernel.message(others, axis, None), group.table_shape[axis])
             sent[number, axis] = message if problem.weights is None else message * problem.weights[number]
     return [
-        _assembled(problem, number, sent) if problem.couplings[number] is None else _coupled(problem, number, part)
+        _assembled(problem, number, sent) if problem.strengths[number] is None else _coupled(problem, number, part)
         for number, part in enumerate(cavities)
     ]
 
@@ -79,22 +79,22 @@ def _assembled(problem: Problem, group: int, sent: dict[tuple[int, int], Tensor]
     def proposal(block: slice) -> Tensor:
         if in_edge_order is None:
             raise ValueError("a variable group without messages has none to renew")
-        return in_edge_order.index_select(0, problem.wiring.layouts[group].edge_of_slot[block])
+        return rows_of(in_edge_order, problem.wiring.layouts[group].edge_of_slot[block])
 
     return proposal
 
 
 def _coupled(problem: Problem, group: int, cavities: Tensor) -> Proposal:
     """Messages through couplings: each from the cavity of the opposite slot, with no detour by the factors."""
-    coupling, reverse = problem.couplings[group], problem.wiring.reverse[group]
+    strengths, reverse = problem.strengths[group], problem.wiring.reverse[group]
     kernel = problem.kernels[problem.wiring.edges[group][0][0]]
-    if coupling is None or reverse is None or not isinstance(kernel, CouplingKernel):
+    if strengths is None or reverse is None or not isinstance(kernel, CouplingKernel):
         raise TypeError("couplings by slot need pairwise factors that are couplings")
     weights = None if problem.slot_weights is None else problem.slot_weights[group]
 
     def proposal(block: slice) -> Tensor:
-        strength = coupling[block] if coupling.shape[0] > 1 else coupling
-        message = kernel.couple(cavities.index_select(0, reverse[block]), strength)
+        strength = strengths[block] if strengths.shape[0] > 1 else strengths
+        message = kernel.couple(rows_of(cavities, reverse[block]), strength)
         return message if weights is None else message * weights[block]
 
     return proposal

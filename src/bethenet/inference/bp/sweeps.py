@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from bethenet.inference.bp.kernels import unpack
+from bethenet.inference.bp.kernels import rows_of, unpack
 from bethenet.inference.bp.levels import Level, Sending, Sweep
 from bethenet.inference.bp.problem import Messages, Problem, Sums, split
 from bethenet.inference.bp.schedules import Damping, relaxed
@@ -51,13 +51,13 @@ def _send(problem: Problem, messages: Messages, sums: list[Sums], damping: Dampi
             continue
         slots, nodes = ends
         here = _at(sums[reader], nodes)
-        incoming.append(problem.cavity(here, messages[reader].index_select(0, slots), weights))
+        incoming.append(problem.cavity(here, rows_of(messages[reader], slots), weights))
     message = kernel.message(incoming, sending.axis, sending.factors)
     update = problem.normalized(message, group.table_shape[sending.axis])
     if weights is not None:
         update = update * weights
     reader = group.variable_groups[sending.axis]
-    old = messages[reader].index_select(0, sending.slots)
+    old = rows_of(messages[reader], sending.slots)
     new, change = relaxed(problem, old, update, damping)
     sums[reader] = _replaced(sums[reader], sending.nodes, old, new)
     if torch.is_grad_enabled():
@@ -68,8 +68,8 @@ def _send(problem: Problem, messages: Messages, sums: list[Sums], damping: Dampi
 
 
 def _at(sums: Sums, nodes: Tensor) -> Sums:
-    zeros = None if sums.zeros is None else sums.zeros.index_select(0, nodes)
-    return Sums(sums.finite.index_select(0, nodes), zeros)
+    zeros = None if sums.zeros is None else rows_of(sums.zeros, nodes)
+    return Sums(rows_of(sums.finite, nodes), zeros)
 
 
 def _replaced(sums: Sums, nodes: Tensor, old: Tensor, new: Tensor) -> Sums:
