@@ -104,7 +104,7 @@ RECIPES = {
     "penalized": Recipe(500, 0.03, averaging=0.9, penalties=(2e-3,), warmup=150, network_rate=3e-3),
     "consistent": Recipe(300, 0.1, averaging=0.9, penalties=(2e-3,), warmup=50, network_rate=3e-3),
     "graph": Recipe(steps=150, averaging=0.9, network_rate=3e-3),
-    "plaquettes": replace(EAGER, averaging=0.9, network_rate=3e-3),
+    "plaquettes": replace(EAGER, steps=200, averaging=0.9, network_rate=3e-3),
 }
 """Tuned on the validation samples of other random models (seeds from 105 on) at n = 5 and n = 10."""
 

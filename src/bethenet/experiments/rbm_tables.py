@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from torch import Tensor
 
 from bethenet.experiments.rbm_learning import (
@@ -181,7 +182,7 @@ def draw_pictures(settings: Settings, figures: Figures) -> list[Path]:
     for kind in ("filters", "samples"):
         columns = min(4, max(1, len(names)))
         rows = -(-len(names) // columns)
-        figure = Figure(figsize=(2.6 * columns, 2.9 * rows), layout="constrained")
+        figure = Figure(figsize=(2.6 * columns, 2.9 * rows), layout=ConstrainedLayoutEngine(wspace=0.08))
         axes = figure.subplots(rows, columns, squeeze=False)
         for axis in axes.flat:
             axis.axis("off")

@@ -29,8 +29,8 @@ State = Any
 """Nested tuples of tensors ``[batch, ...]`` (or ``None``)."""
 
 Problem = Any
-"""``LogPotentials``, or an engine's own form of them: it has ``batch_size``, ``dtype`` and ``device``, and indexing it by
-a tensor of members gives the problem of those."""
+"""``LogPotentials``, or an engine's own form of them: it has ``batch_size``, ``dtype`` and ``device``, and indexing it
+by a tensor of members gives the problem of those."""
 
 
 class Engine(Protocol):
