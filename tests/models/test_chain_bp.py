@@ -2,13 +2,13 @@ import math
 
 import pytest
 import torch
-from chains import potentials_of, random_tables, random_unary
 
 from bethenet import Beliefs, RegionGraph, free_energy
 from bethenet.inference.bp import BeliefPropagation
 from bethenet.models.chain_bp import ChainBeliefPropagation
 from bethenet.models.chain_dp import log_z
 from bethenet.models.chain_tables import ChainTables
+from chains import potentials_of, random_tables, random_unary
 
 SCHEDULES = ["sweeps", "flooding"]
 

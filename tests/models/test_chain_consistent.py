@@ -1,11 +1,11 @@
 import pytest
 import torch
-from chains import potentials_of, random_tables, random_unary
 
 from bethenet import free_energy
 from bethenet.inference.coupling import consistent_beliefs
 from bethenet.models.chain_bp import ChainBeliefPropagation
 from bethenet.models.chain_consistent import consistent_chain_beliefs
+from chains import potentials_of, random_tables, random_unary
 
 
 @pytest.mark.parametrize(("order", "steps"), [(1, 5), (3, 7), (3, 2)])

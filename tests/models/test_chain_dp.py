@@ -4,12 +4,12 @@ import weakref
 
 import pytest
 import torch
-from chains import path_scores, random_tables, random_unary
 
 from bethenet import MemoryLimitError
 from bethenet.models.chain_dp import choose_domain, log_z, messages, prefix_log_z
 from bethenet.models.chain_memory import bytes_needed
 from bethenet.models.chain_tables import ChainTables
+from chains import path_scores, random_tables, random_unary
 
 KINDS = ["pairwise", "full"]
 SIZES = [(1, 3), (2, 3), (3, 2), (4, 2), (3, 1)]

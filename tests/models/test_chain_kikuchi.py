@@ -2,13 +2,13 @@ import math
 
 import pytest
 import torch
-from chains import potentials_of, random_tables, random_unary
 
 from bethenet import Beliefs, FactorGraph, LogPotentials, RegionGraph, free_energy
 from bethenet.models.chain_bp import ChainBeliefPropagation
 from bethenet.models.chain_dp import log_z
 from bethenet.models.chain_kikuchi import ChainKikuchi
 from bethenet.models.chain_tables import ChainTables
+from chains import potentials_of, random_tables, random_unary
 from oracle import enumerate_model
 
 

@@ -2,11 +2,11 @@ import math
 
 import pytest
 import torch
-from chains import path_scores, random_tables, random_unary
 
 from bethenet import ImpossibleEvidenceError
 from bethenet.models import chain_paths
 from bethenet.models.chain_paths import best_path, sample_paths
+from chains import path_scores, random_tables, random_unary
 
 KINDS = ["pairwise", "full"]
 

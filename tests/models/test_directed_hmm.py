@@ -1,10 +1,10 @@
 import pytest
 import torch
-from chains import path_scores
 
 from bethenet import MemoryLimitError
 from bethenet.models.directed_hmm import DirectedHMM
 from bethenet.models.hidden_chain import HMMOptions
+from chains import path_scores
 from oracle import enumerate_model
 
 VOCABULARY = 7

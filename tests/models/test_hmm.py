@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from chains import path_scores
 
 from bethenet import MemoryLimitError
 from bethenet.inference.bp import BeliefPropagation
@@ -11,6 +10,7 @@ from bethenet.models.chain_bp import ChainBeliefPropagation
 from bethenet.models.chain_kikuchi import ChainKikuchi
 from bethenet.models.hidden_chain import HMMOptions
 from bethenet.models.hmm import UndirectedHMM
+from chains import path_scores
 from oracle import enumerate_model
 
 VOCABULARY = 11
