@@ -95,6 +95,11 @@ def test_fit_keeps_to_its_time_limit():
     assert 0 < len(seen) < 10**5
 
 
+def test_fit_takes_one_step_however_short_the_time():
+    network = InferenceNetwork(RegionNetwork(4, 1), ConsistentHead())
+    assert fit(network, models(2), FitOptions(steps=5, time_limit=1e-9)).steps.tolist() == [1, 1]
+
+
 @pytest.mark.parametrize(("options", "message"), [({"schedule": "up"}, "schedule"), ({"averaging": 1.0}, "averaging")])
 def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):

@@ -38,7 +38,7 @@ class FitOptions:
     averaging: float = 0.0
     """Decay of the exponential average of the weights that the network ends with; 0: none."""
     time_limit: float | None = None
-    """Seconds. The schedule follows whichever of steps and time is further gone."""
+    """Seconds; one step is taken however short. The schedule follows whichever of steps and time is further gone."""
 
     def __post_init__(self) -> None:
         if self.schedule not in ("constant", "cosine"):
@@ -96,10 +96,10 @@ def fit(
     losses: list[float] = []
     for step in range(options.steps):
         elapsed = (time.perf_counter() - started) / options.time_limit if options.time_limit else 0.0
-        if elapsed >= 1:
+        if step and elapsed >= 1:  # the first step is always taken: something must come back
             break
         for group in optimizer.param_groups:
-            group["lr"] = options.rate(step, max(elapsed, step / options.steps))
+            group["lr"] = options.rate(step, min(1.0, max(elapsed, step / options.steps)))
         loss, beliefs = network.loss(models if isinstance(models, LogPotentials) else models(step))
         optimizer.zero_grad(set_to_none=True)
         # a fixed batch is many fits at once; of a stream, graphs of all sizes count the same
