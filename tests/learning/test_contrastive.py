@@ -48,6 +48,19 @@ def test_learns_as_well_as_by_exact_likelihood(make):
     assert after < truth + 0.1 < before
 
 
+@pytest.mark.parametrize("make", [PersistentContrastiveDivergence, ContrastiveDivergence], ids=["pcd", "cd"])
+def test_the_best_weights_are_chosen_by_pseudo_likelihood(make):
+    _, data = samples(100)
+    model = small_machine(scale=0.01)
+    options = TrainerOptions(epochs=5, batch_size=20, optimizers={"model": OptimizerOptions(learning_rate=0.05)})
+    # the opposite of what is learnt: the longer, the worse
+    result = Trainer(make(model), options).fit(data, 1 - data)
+    figures = [record["validation_pseudo_nll"] for record in result.history]
+    assert result.best["validation_pseudo_nll"] == min(figures) < figures[-1]
+    kept = -model.pseudo_log_likelihood(1 - data).mean().item()
+    assert kept == pytest.approx(min(figures))
+
+
 def test_cd_starts_at_the_minibatch_and_keeps_nothing():
     model, (_, data) = small_machine(), samples(10)
     objective = ContrastiveDivergence(model)

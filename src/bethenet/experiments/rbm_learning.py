@@ -21,6 +21,7 @@ from bethenet.inference.bipartite import BipartiteBeliefPropagation
 from bethenet.inference.descent import Descent
 from bethenet.learning import (
     Averaging,
+    Batch,
     ByEngine,
     ByNetwork,
     ContrastiveDivergence,
@@ -276,8 +277,6 @@ def figures_of(objective: Any, recipe: Recipe, result: TrainingResult, data: Bin
 
 def held_out_objective(objective: Objective, data: BinaryImages) -> float:
     """l_F, or the variational bound, of the test rows."""
-    from bethenet.learning.objective import Batch
-
     objective.eval()
     parameter = next(objective.parameters())
     rows = data.test.float().to(parameter.device)

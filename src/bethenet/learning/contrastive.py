@@ -8,7 +8,7 @@ minibatch each time. Gradients are closed expressions, so nothing is differentia
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ class _Contrastive(Objective):
     are pseudo-likelihoods (with persistent chains, the one to choose settings by: Boltzmann machines that overfit or
     whose chains lag behind show in it).
     """
+
+    judged_by: ClassVar[str] = "pseudo_nll"
 
     def __init__(self, model: RBM, steps: int) -> None:
         super().__init__()

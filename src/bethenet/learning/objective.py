@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Int
@@ -56,6 +56,9 @@ class Update:
 
 class Objective(nn.Module, ABC):
     """Something to be learnt. See the module's docstring for the contract."""
+
+    judged_by: ClassVar[str] = "objective"
+    """Which of the figures of `evaluate` tells how good the model is."""
 
     def parts(self) -> dict[str, nn.Module]:
         """The modules whose parameters are learnt, each with its own optimiser; ``model`` by default.

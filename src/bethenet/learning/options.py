@@ -32,8 +32,8 @@ class TrainerOptions:
     """Epochs."""
     evaluation_batch_size: int | None = 1024
     metric: str | None = None
-    """The figure of an epoch's record by which the best weights are chosen: ``"validation_objective"`` by default if
-    there is validation data, none otherwise."""
+    """The figure of an epoch's record by which the best weights are chosen. If there is validation data, by default
+    what the objective is judged by: ``"validation_objective"`` mostly. None otherwise."""
     maximize: bool = False
     """Whether a larger metric is better."""
     patience: int | None = None

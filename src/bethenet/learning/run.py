@@ -50,7 +50,7 @@ class Run:
         self.average = None
         if options.averaging is not None:
             self.average = WeightAverage(list(self.weights.values()), options.averaging)
-        metric = options.metric or (None if held_out is None else "validation_objective")
+        metric = options.metric or (None if held_out is None else f"validation_{objective.judged_by}")
         self.selection = Selection(metric, options.maximize, options.patience)
         self.generator = torch.Generator(train.device).manual_seed(options.seed)
         self.total = _total_steps(options, train)

@@ -21,6 +21,9 @@ from bethenet.learning.objective import Batch, Objective, Update
 from bethenet.models import Model
 from bethenet.networks.proposals import Proposal
 
+CHUNK = 500
+"""Samples scored at a time in an evaluation: an autoregressive proposal holds ``[samples, variables, hidden]``."""
+
 
 class VariationalUpperBound(Objective):
     """An upper bound on the negative log-likelihood per sample (nats).
@@ -111,8 +114,8 @@ def log_z_bound(
         generator: what they are drawn with.
     """
     parts = []
-    for first in range(0, samples, 5000):
-        states = proposal.sample(min(5000, samples - first), generator)
+    for first in range(0, samples, CHUNK):
+        states = proposal.sample(min(CHUNK, samples - first), generator)
         scores: Tensor = model.score(states.long()).squeeze(1)
         parts.append(2 * (scores - proposal.log_prob(states)).double())
     log_squares = torch.cat(parts)
