@@ -81,6 +81,46 @@ def test_without_resume_everything_is_computed_again(tmp_path):
     assert again.computed == [1, 2, 3]
 
 
+def test_some_cells_alone_are_computed_and_the_finished_ones_taken_over(tmp_path, caplog):
+    first = Squares()
+    (record,) = first.go(tmp_path, only=("square-2",))
+    assert first.computed == [2]
+    assert json.loads(record.read_text())["missing"] == ["square-1", "square-3"]
+    assert "square-1, square-3" in caplog.text
+    second = Squares()
+    report, record = second.go(tmp_path, only=("*-1", "*-3"))
+    assert second.computed == [1, 3]
+    assert report.read_text() == "1 4 9"
+    content = json.loads(record.read_text())
+    assert content["missing"] == []
+    assert list(content["cells"]) == ["square-1", "square-2", "square-3"]
+    # what is named is computed again unless the run is resumed
+    third = Squares()
+    third.go(tmp_path, only=("*-1",))
+    third.go(tmp_path, only=("*-1",), resume=True)
+    assert third.computed == [1]
+    with pytest.raises(ValueError, match=r"only: expected patterns of some of square-1, .*; got triangle"):
+        Squares().go(tmp_path, only=("triangle",))
+
+
+def test_a_report_that_can_says_what_is_missing(tmp_path):
+    squares = Squares()
+    described = Experiment("squares", "Squares", squares.cells, squares.report, partial=True)
+    report, _ = run_experiment(described, Settings(tmp_path, only=("square-3",)))
+    assert report.read_text() == "9"
+
+
+def test_a_cell_can_say_how_far_it_is(tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr("rich.progress.Progress.update", lambda *_, **what: shown.append(what.get("description")))
+
+    def cells(settings):
+        return [Cell("only", {}, lambda: settings.tell("half") or {})]
+
+    run_experiment(Experiment("slow", "Slow", cells, lambda settings, figures: []), Settings(tmp_path))
+    assert shown == [None, "slow: only", "slow: only, half"]
+
+
 def test_changed_settings_are_computed_again(tmp_path):
     Squares().go(tmp_path)
     changed = Squares(scale=10)

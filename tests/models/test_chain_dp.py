@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bethenet import MemoryLimitError
+from bethenet.models import chain_dp
 from bethenet.models.chain_dp import choose_domain, log_z, messages, prefix_log_z
 from bethenet.models.chain_memory import bytes_needed
 from bethenet.models.chain_tables import ChainTables
@@ -148,8 +149,27 @@ def test_too_large_is_refused_with_the_bytes():
         log_z(torch.zeros(2, 9, 64), tables, memory_limit=2**20)
     assert refused.value.bytes_needed > 4 * 2 * 64**4
     small = ChainTables.pairwise(torch.zeros(2, 8, 8))
-    with pytest.raises(MemoryLimitError, match="at most 9 chains at a time"):
-        log_z(torch.zeros(99, 4, 8), small, memory_limit=bytes_needed(9, 4, small, torch.float32, keep=False))
+    unary = torch.zeros(99, 4, 8, requires_grad=True)
+    with pytest.raises(MemoryLimitError, match=r"in 99 chains .* at most 9 chains at a time"):
+        log_z(unary, small, memory_limit=bytes_needed(9, 4, small, torch.float32, keep=True))
+    with pytest.raises(MemoryLimitError, match="in a chain of 4 steps"):
+        log_z(unary, small, memory_limit=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("domain", ["scaled", "log"])
+def test_without_a_gradient_as_many_chains_are_taken_as_fit(kind, domain, monkeypatch):
+    _, tables = random_tables(kind, 2, 3)
+    tables = tables.detach()
+    unary = random_unary(7, 4, 3).detach()
+    sizes = []
+    whole = prefix_log_z(unary, tables, domain=domain)
+    inner = chain_dp._prefixes
+    monkeypatch.setattr(chain_dp, "_prefixes", lambda part, *rest: sizes.append(len(part)) or inner(part, *rest))
+    limit = bytes_needed(3, 4, tables, torch.float64, keep=False, log_domain=domain == "log")
+    found = prefix_log_z(unary, tables, domain=domain, memory_limit=limit)
+    assert sizes == [3, 3, 1]
+    torch.testing.assert_close(found, whole, atol=1e-13, rtol=0)
 
 
 def test_what_is_kept_for_the_gradient_goes_with_the_result():

@@ -287,12 +287,15 @@ def reproduce(
     output: Annotated[Path | None, typer.Option(help="A folder; runs/NAME by default.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Take over what a stopped run has finished.")] = False,
     data: Annotated[Path | None, typer.Option(help="A folder with data, for experiments that need one.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Compute these cells alone ('exact-*'); repeatable.")] = None,
 ) -> None:
     """Run an experiment: figures as JSON, a table beside the paper's, plots."""
     with reporting():
         found = find_experiment(experiment)
         folder = output or Path("runs") / experiment
-        settings = Settings(folder, quick=quick, seeds=seeds, device=device.value, resume=resume, data=data)
+        settings = Settings(
+            folder, quick=quick, seeds=seeds, device=device.value, resume=resume, data=data, only=tuple(only or ())
+        )
         check_device(device)
         try:
             written = run_experiment(found, settings)

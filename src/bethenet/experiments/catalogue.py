@@ -14,6 +14,7 @@ EXPERIMENTS = {
     "table5": "bethenet.experiments.ising_tables:TABLE_5",
     "amortized": "bethenet.experiments.amortized:AMORTIZED",
     "figure2": "bethenet.experiments.ising_tables:FIGURE_2",
+    "states": "bethenet.experiments.hmm_states:LARGER",
 }
 """Where each experiment is; it is imported when it is asked for."""
 

@@ -1,4 +1,4 @@
-"""The ways in which table 4 learns a hidden Markov model: what to descend on, and with which networks."""
+"""The ways in which the experiments learn a hidden Markov model: what to descend on, and with which networks."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ class Recipe:
     label: str
     method: Method
     directed: bool = False
+    states: int = 30
+    """K."""
     order: int = 3
     embedding: int = 200
     """Of the states."""
@@ -41,7 +43,9 @@ class Recipe:
     """In the model."""
     start: float = 1.0
     """What the first couplings are multiplied by. As drawn, the Bethe free energy is off by nats; at 0.3, by 0.01."""
-    epochs: int = 20
+    epochs: int | None = 20
+    time_limit: float | None = None
+    """Seconds of training; the learning rates then fall by the clock unless epochs are given as well."""
     learning_rate: float = 1e-3
     network_rate: float = 1e-3
     clip_norm: float = 5.0
@@ -65,9 +69,9 @@ class Recipe:
     layers: int = 1
 
 
-def model_of(recipe: Recipe, vocabulary: int, states: int, domain: Domain) -> HiddenChain:
+def model_of(recipe: Recipe, vocabulary: int, domain: Domain) -> HiddenChain:
     """The untrained model; its weights are drawn from the global generator."""
-    options = HMMOptions(states, recipe.order, embedding=recipe.embedding, dropout=recipe.dropout, domain=domain)
+    options = HMMOptions(recipe.states, recipe.order, embedding=recipe.embedding, dropout=recipe.dropout, domain=domain)
     if recipe.directed:
         return DirectedHMM(vocabulary, options)
     model = UndirectedHMM(vocabulary, options)

@@ -2,7 +2,8 @@
 
 An experiment is a list of cells (one method on one kind of model, say) and a function that turns their figures into
 tables and plots. A cell's figures are written whole or not at all, together with the settings that they depend on; a
-run with ``resume`` takes over every cell whose settings are still the same.
+run with ``resume`` takes over every cell whose settings are still the same. A run of some of the cells (``only``) takes
+over whatever else is finished and says what is missing.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,14 @@ class Settings:
     resume: bool = False
     data: Path | None = None
     """A folder with the user's data, for experiments that need one."""
+    only: tuple[str, ...] = ()
+    """Keys of the cells to compute, as shell patterns; all by default."""
+    tell: Callable[[str], None] = field(default=lambda reached: None, repr=False, compare=False)
+    """Shows how far the running cell is."""
+
+    def selects(self, cell: Cell) -> bool:
+        """Whether a cell is to be computed if it is not there."""
+        return not self.only or any(fnmatch(cell.key, pattern) for pattern in self.only)
 
 
 @dataclass(frozen=True)
@@ -62,42 +72,66 @@ class Experiment:
     title: str
     cells: Callable[[Settings], list[Cell]]
     report: Callable[[Settings, dict[str, dict[str, Any]]], list[Path]]
-    """Writes tables and plots from the figures of all cells by key; says which files a reader should open."""
+    """Writes tables and plots from the figures of the cells by key; says which files a reader should open."""
+    partial: bool = False
+    """Whether the report can be written while cells are missing, and then says so."""
 
 
 def run_experiment(experiment: Experiment, settings: Settings) -> list[Path]:
-    """Run what is missing, then report. Returns the files to open, the JSON of all figures among them."""
-    settings.output.mkdir(parents=True, exist_ok=True)
+    """Run what is missing, then report. Returns the files to open, the JSON of all figures among them.
+
+    Raises:
+        ValueError: ``settings.only`` names no cell.
+    """
+    display = Display(experiment.name)
+    cells = experiment.cells(replace(settings, tell=display.tell))
+    if not any(settings.selects(cell) for cell in cells):
+        keys = ", ".join(cell.key for cell in cells)
+        raise ValueError(f"only: expected patterns of some of {keys}; got {', '.join(settings.only)}")
     folder = settings.output / "cells" / experiment.name
     folder.mkdir(parents=True, exist_ok=True)
-    cells = experiment.cells(settings)
     figures: dict[str, dict[str, Any]] = {}
-    with progress() as bar:
-        task = bar.add_task(experiment.name, total=len(cells))
+    with display.over(cells):
         for cell in cells:
-            bar.update(task, description=f"{experiment.name}: {cell.key}")
-            figures[cell.key] = _figures(cell, folder / f"{cell.key}.json", settings)
-            bar.advance(task)
+            display.begin(cell)
+            path, chosen = folder / f"{cell.key}.json", settings.selects(cell)
+            found = _finished(cell, path) if settings.resume or not chosen else None
+            if found is None and chosen:
+                found = _compute(cell, path, settings)
+            if found is not None:
+                figures[cell.key] = found
+            display.end()
+    missing = [cell.key for cell in cells if cell.key not in figures]
     record = settings.output / f"{experiment.name}.json"
-    write_json(
-        record, {"experiment": experiment.name, "title": experiment.title, "quick": settings.quick, "cells": figures}
-    )
+    content = {"experiment": experiment.name, "title": experiment.title, "quick": settings.quick}
+    write_json(record, {**content, "missing": missing, "cells": figures})
+    if missing and not experiment.partial:
+        logger.warning("%s: no report while cells are missing: %s", experiment.name, ", ".join(missing))
+        return [record]
     return [*experiment.report(settings, figures), record]
 
 
-def _figures(cell: Cell, path: Path, settings: Settings) -> dict[str, Any]:
-    wanted = {"settings": dict(cell.settings), "version": bethenet.__version__}
-    if settings.resume and path.exists():
-        try:
-            kept: dict[str, Any] = json.loads(path.read_text())
-        except ValueError:
-            kept = {}
-        if all(kept.get(name) == value for name, value in json.loads(json.dumps(wanted)).items()):
-            return kept
+def _identity(cell: Cell) -> dict[str, Any]:
+    """By which finished figures are recognised."""
+    return {"settings": dict(cell.settings), "version": bethenet.__version__}
+
+
+def _finished(cell: Cell, path: Path) -> dict[str, Any] | None:
+    """The figures that an earlier run wrote for the same settings."""
+    try:
+        kept: dict[str, Any] = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    # as JSON gives it back: a tuple is a list there
+    wanted = json.loads(json.dumps(_identity(cell)))
+    return kept if all(kept.get(name) == value for name, value in wanted.items()) else None
+
+
+def _compute(cell: Cell, path: Path, settings: Settings) -> dict[str, Any]:
     started = time.perf_counter()
     computed = cell.run()
     record = {
-        **wanted,
+        **_identity(cell),
         **computed,
         "seconds": time.perf_counter() - started,
         "environment": environment(settings.device),
@@ -117,6 +151,34 @@ def progress() -> Progress:
         console=console,
         disable=not console.is_terminal,
     )
+
+
+class Display:
+    """The progress bar of an experiment: how many cells are done, which one is computed, and how far that is."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.key = ""
+        self.bar = progress()
+        self.task = self.bar.add_task(name)
+
+    def over(self, cells: Sequence[Cell]) -> Progress:
+        """The bar, to be shown while ``cells`` are computed."""
+        self.bar.update(self.task, total=len(cells))
+        return self.bar
+
+    def begin(self, cell: Cell) -> None:
+        """Say which cell it is."""
+        self.key = cell.key
+        self.bar.update(self.task, description=f"{self.name}: {self.key}")
+
+    def tell(self, reached: str) -> None:
+        """Say how far it is."""
+        self.bar.update(self.task, description=f"{self.name}: {self.key}, {reached}")
+
+    def end(self) -> None:
+        """Count it."""
+        self.bar.advance(self.task)
 
 
 def environment(device: str) -> dict[str, Any]:

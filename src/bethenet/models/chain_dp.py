@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bethenet.models.chain_kernels import Kernel, kernel_for
-from bethenet.models.chain_memory import check_memory
+from bethenet.models.chain_memory import chains_that_fit, check_memory, tracks
 from bethenet.models.chain_tables import ChainTables
 from bethenet.numerics import log_sum_exp
 
@@ -39,6 +39,8 @@ def prefix_log_z(
 ) -> Float[Tensor, "batch steps"]:
     """Log Z (nats) of the first 1, 2, ..., T steps of each chain; differentiable.
 
+    Where no gradient is asked for, as many chains are taken at a time as fit.
+
     Args:
         unary: log-potentials of the single states (zeros for an unclamped chain).
         tables: what joins the states.
@@ -47,7 +49,8 @@ def prefix_log_z(
         memory_limit: bytes; by default four fifths of the device's memory.
 
     Raises:
-        MemoryLimitError: the messages would not fit; nothing has been allocated.
+        MemoryLimitError: the messages (with a gradient: of all chains at once) would not fit; nothing has been
+            allocated.
     """
     if unary.dim() != 3 or unary.shape[2] != tables.states or unary.shape[1] == 0:
         raise ValueError(f"unary: expected shape [batch, steps, {tables.states}], got {list(unary.shape)}")
@@ -56,8 +59,16 @@ def prefix_log_z(
     dtype = unary.dtype
     if domain == "auto":
         domain, dtype = choose_domain(tables, unary.dtype)
-    check_memory(unary, tables, dtype, log_domain=domain == "log", limit=memory_limit)
-    if domain == "log":
+    log_domain = domain == "log"
+    if tracks(unary, tables):
+        check_memory(unary, tables, dtype, keep=True, log_domain=log_domain, limit=memory_limit)
+        return _prefixes(unary, tables, dtype, log_domain)
+    chains = chains_that_fit(unary, tables, dtype, keep=False, log_domain=log_domain, limit=memory_limit)
+    return torch.cat([_prefixes(part, tables, dtype, log_domain) for part in unary.split(max(1, chains))])
+
+
+def _prefixes(unary: Tensor, tables: ChainTables, dtype: torch.dtype, log_domain: bool) -> Tensor:
+    if log_domain:
         return torch.stack([log_sum_exp(message, 1) for message in _log_messages(unary, tables)], 1)
     result: Tensor = _ScaledChain.apply(unary.to(dtype), *(table.to(dtype) for table in tables.tensors))
     return result.to(unary.dtype)
@@ -117,7 +128,7 @@ def messages(unary: Float[Tensor, "batch steps states"], tables: ChainTables, do
         dtype = unary.dtype
         if domain == "auto":
             domain, dtype = choose_domain(tables, dtype)
-        check_memory(unary, tables, dtype, log_domain=domain == "log", keep=True)
+        check_memory(unary, tables, dtype, keep=True, log_domain=domain == "log")
         if domain == "log":
             return [(message - _finite_max(message)).exp() for message in _log_messages(unary, tables)]
         run = _Run(unary.to(dtype), tables.to(dtype), keep=True)

@@ -37,33 +37,64 @@ def bytes_needed(
     return torch.finfo(dtype).bits // 8 * (batch * live + table_entries)
 
 
+def tracks(unary: Tensor, tables: ChainTables) -> bool:
+    """Whether a pass over ``unary`` has to keep its messages for a gradient."""
+    tracked = unary.requires_grad or any(tensor.requires_grad for tensor in tables.tensors)
+    return torch.is_grad_enabled() and tracked
+
+
+def chains_that_fit(
+    unary: Tensor,
+    tables: ChainTables,
+    dtype: torch.dtype,
+    *,
+    keep: bool,
+    log_domain: bool = False,
+    limit: int | None = None,
+) -> int:
+    """How many of the chains ``unary`` [batch, steps, states] fit at a time; all of them, if they do.
+
+    Raises:
+        MemoryLimitError: not even one.
+    """
+    batch, steps, _ = unary.shape
+    none, one = (bytes_needed(count, steps, tables, dtype, keep=keep, log_domain=log_domain) for count in (0, 1))
+    allowed = device_limit(unary.device) if limit is None else limit
+    chains = min(batch, (allowed - none) // (one - none))
+    if chains < min(1, batch):
+        raise _too_large(1, unary, tables, one, allowed, _INSTEAD)
+    return chains
+
+
 def check_memory(
     unary: Tensor,
     tables: ChainTables,
     dtype: torch.dtype,
     *,
+    keep: bool,
     log_domain: bool = False,
-    keep: bool | None = None,
     limit: int | None = None,
 ) -> None:
-    """Raise `MemoryLimitError` where a pass over ``unary`` [batch, steps, states] would not fit."""
-    if keep is None:
-        tracked = unary.requires_grad or any(tensor.requires_grad for tensor in tables.tensors)
-        keep = torch.is_grad_enabled() and tracked
+    """Raise `MemoryLimitError` where a pass over all chains ``unary`` [batch, steps, states] at once would not fit."""
     batch, steps, _ = unary.shape
-    needed = bytes_needed(batch, steps, tables, dtype, keep=keep, log_domain=log_domain)
-    allowed = device_limit(unary.device) if limit is None else limit
-    if needed > allowed:
-        none = bytes_needed(0, steps, tables, dtype, keep=keep, log_domain=log_domain)
-        chains = (allowed - none) * batch // (needed - none)
-        advice = f"take at most {chains} chains at a time" if chains > 0 else _INSTEAD
-        raise MemoryLimitError(
-            f"exact inference in {batch} chains of {steps} steps, {tables.states} states and order {tables.order} "
-            f"needs {needed:,} bytes, over the limit of {allowed:,}; {advice}",
-            bytes_needed=needed,
-            bytes_allowed=allowed,
-            width=tables.order + 1,
-        )
+    chains = chains_that_fit(unary, tables, dtype, keep=keep, log_domain=log_domain, limit=limit)
+    if chains < batch:
+        needed = bytes_needed(batch, steps, tables, dtype, keep=keep, log_domain=log_domain)
+        allowed = device_limit(unary.device) if limit is None else limit
+        raise _too_large(batch, unary, tables, needed, allowed, f"take at most {chains} chains at a time")
+
+
+def _too_large(
+    chains: int, unary: Tensor, tables: ChainTables, needed: int, allowed: int, advice: str
+) -> MemoryLimitError:
+    count = "a chain" if chains == 1 else f"{chains} chains"
+    return MemoryLimitError(
+        f"exact inference in {count} of {unary.shape[1]} steps, {tables.states} states and order {tables.order} "
+        f"needs {needed:,} bytes, over the limit of {allowed:,}; {advice}",
+        bytes_needed=needed,
+        bytes_allowed=allowed,
+        width=tables.order + 1,
+    )
 
 
 def check_tables(entries: int, like: Tensor, order: int, states: int) -> None:
