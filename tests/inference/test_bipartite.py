@@ -80,6 +80,27 @@ def test_starts_from_beliefs_where_they_left_off():
     assert engine.run(potentials, state=state).iterations.item() == 1
 
 
+def test_noise_finds_the_other_fixed_point():
+    # all units want to be equal, and neither state is better
+    model = RBM(6, 6).double()
+    with torch.no_grad():
+        model.weights.fill_(4.0)
+        model.visible_bias.fill_(-12.0)
+        model.hidden_bias.fill_(-12.0)
+    potentials = model.log_potentials()
+    noisy = BipartiteBeliefPropagation(noise=8.0)
+
+    def end(seed):
+        result = noisy.run(potentials, generator=torch.Generator().manual_seed(seed))
+        assert result.converged.all()
+        return result.beliefs.node_marginals[0, 0, 1].item()
+
+    ends = [end(seed) for seed in range(8)]
+    assert min(ends) < 0.01
+    assert max(ends) > 0.99
+    assert torch.equal(noisy.run(potentials).log_z, noisy.run(potentials).log_z)
+
+
 def test_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match=r"FactorGraph\.bipartite"):
         BipartiteBeliefPropagation().run(LogPotentials.random(FactorGraph.grid(2, 2)))
@@ -90,6 +111,8 @@ def test_refuses_what_it_cannot_do():
         BipartiteBeliefPropagation().run(potentials.clamp({0: 1}))
     with pytest.raises(ValueError, match="damping"):
         BipartiteBeliefPropagation(damping=1.0)
+    with pytest.raises(ValueError, match="noise"):
+        BipartiteBeliefPropagation(noise=-1.0)
     other = BipartiteBeliefPropagation().run(random_machine(3, 2)).state
     with pytest.raises(ValueError, match="state"):
         BipartiteBeliefPropagation().run(potentials, state=other)

@@ -7,6 +7,7 @@ messages from the left side to the right and then, from these, all messages back
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from bethenet.beliefs import Beliefs
 from bethenet.graph import FactorGraph
 from bethenet.inference.engine import IterativeEngine
+from bethenet.inference.starts import normal_like
 from bethenet.potentials import LogPotentials
 from bethenet.regions import RegionGraph
 
@@ -73,9 +75,15 @@ class BipartiteBeliefPropagation(IterativeEngine):
 
     damping: float = 0.0
     """How much of the old message to the left side (of its log-odds) stays: 0 is undamped."""
+    noise: float = 0.0
+    """Standard deviation of the messages (log-odds) that a cold start begins with; 0: they say nothing. A model with
+    several modes has a fixed point for each: without noise every cold start ends at the same one. (Without a generator
+    the noise is the same every time.)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 0 <= self.noise < math.inf:
+            raise ValueError(f"noise: expected a number of at least 0, got {self.noise}")
         if not 0 <= self.damping < 1:
             raise ValueError(f"damping: expected at least 0 and less than 1, got {self.damping}")
 
@@ -107,9 +115,10 @@ class BipartiteBeliefPropagation(IterativeEngine):
     def init(
         self, problem: Machine, state: BipartiteState | None = None, generator: torch.Generator | None = None
     ) -> BipartiteState:
-        """Messages that say nothing, or those of ``state``."""
+        """Messages that say nothing (or noise), or those of ``state``."""
         if state is None:
-            return BipartiteState(torch.zeros_like(problem.weights))
+            quiet = torch.zeros_like(problem.weights)
+            return BipartiteState(quiet + self.noise * normal_like(quiet, generator) if self.noise else quiet)
         expected = tuple(problem.weights.shape)
         if tuple(state.to_left.shape) != expected:
             raise ValueError(f"state: expected messages {list(expected)}, got {list(state.to_left.shape)}")

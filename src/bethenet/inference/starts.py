@@ -51,15 +51,16 @@ def noisy_start(
     The first start of each member (restarts lie together in the batch) gets a tenth of the noise: local evidence is the
     best single guess. Without a generator the noise is the same every time.
     """
-    generator = generator or torch.Generator().manual_seed(0)
+    generator = generator or torch.Generator().manual_seed(0)  # one for all groups: their noise must differ
     scale = torch.full((potentials.batch_size, 1, 1), noise, dtype=potentials.dtype, device=potentials.device)
     scale[::restarts] *= 0.1
+    return tuple(total + scale * normal_like(total, generator) for total in local_evidence(potentials))
 
-    def drawn(like: Tensor) -> Tensor:
-        noise = torch.randn(like.shape, dtype=like.dtype, device=generator.device, generator=generator)
-        return noise.to(like.device)
 
-    return tuple(total + scale * drawn(total) for total in local_evidence(potentials))
+def normal_like(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Independent standard normal numbers of a tensor's shape; without a generator the same ones every time."""
+    generator = generator or torch.Generator().manual_seed(0)
+    return torch.randn(like.shape, dtype=like.dtype, device=generator.device, generator=generator).to(like.device)
 
 
 def best_of_restarts(
