@@ -4,8 +4,9 @@
 
 An edge update renews both messages of one edge. Both sides do the same: float32, flooding, damping 1/2 (of the
 logarithms), 100 iterations from uniform messages, on one model with independent normal log-potentials (seed 0). The
-rounds of the two alternate; the median is reported, with the least and greatest. Building and compiling are reported
-apart and are in no rate. That both arrive at the same marginals is checked.
+rounds of the two alternate; the median is reported, with the least and greatest. Beside the wall clock's figures stand
+those of the processor time of all threads (*busy*), which other programs disturb less: updates a second of one core's
+time. Building and compiling are reported apart and are in no rate. That both arrive at the same marginals is checked.
 
 *Held* counts the bytes of all tensors that the graph, the log-potentials, the wiring, the prepared model and a state
 keep, each storage once.
@@ -26,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +44,7 @@ DAMPING = 0.5
 SEED = 0
 
 Numbers = tuple[np.ndarray, np.ndarray]
+T = TypeVar("T")
 
 
 def log_potentials(size: int) -> Numbers:
@@ -57,17 +59,17 @@ class Ours:
     """This library, set up for one grid."""
 
     def __init__(self, size: int, numbers: Numbers, device: str) -> None:
-        started = time.perf_counter()
-        graph = FactorGraph.grid(size, size)
-        graph.compiled(compile_wiring)
-        self.build_seconds = time.perf_counter() - started
+        def build() -> FactorGraph:
+            graph = FactorGraph.grid(size, size)
+            graph.compiled(compile_wiring)
+            return graph
+
+        graph, self.build = timed(build)
         self.potentials = LogPotentials(graph, [torch.from_numpy(part).unsqueeze(0).to(device) for part in numbers])
         self.engine = BeliefPropagation(damping=DAMPING, adaptive=False, tolerance=0.0, max_iterations=ITERATIONS)
         with torch.no_grad():
-            started = time.perf_counter()
-            self.problem = self.engine.prepare(self.potentials)
+            self.problem, self.prepare = timed(lambda: self.engine.prepare(self.potentials))
             self.state = self.engine.init(self.problem)
-            self.prepare_seconds = time.perf_counter() - started
             self.engine.step(self.problem, self.state)
 
     @torch.no_grad()
@@ -91,27 +93,28 @@ class Peer:
 
     def __init__(self, size: int, numbers: Numbers) -> None:
         import jax
-        from pgmax import fgraph, fgroup, infer, vgroup
+        from pgmax import infer
 
         self.infer = infer
+        self.result: Any = None
+        (self.inferer, self.arrays, self.variables), self.build = timed(lambda: self.built(size, numbers))
+        self.run = jax.jit(
+            lambda arrays: self.inferer.run(arrays, num_iters=ITERATIONS, damping=DAMPING, temperature=1.0)
+        )
+        self.first = timed(self.iterate)[1]
+
+    @staticmethod
+    def built(size: int, numbers: Numbers) -> tuple[Any, Any, Any]:
+        from pgmax import fgraph, fgroup, infer, vgroup
+
         unary, pairwise = numbers
-        started = time.perf_counter()
         variables = vgroup.NDVarArray(num_states=2, shape=(size, size))
         scopes = [[variables[i, j], variables[i, j + 1]] for i in range(size) for j in range(size - 1)]
         scopes += [[variables[i, j], variables[i + 1, j]] for i in range(size - 1) for j in range(size)]
         graph = fgraph.FactorGraph(variable_groups=variables)
         graph.add_factors(fgroup.PairwiseFactorGroup(variables_for_factors=scopes, log_potential_matrix=pairwise))
-        self.inferer = infer.build_inferer(graph.bp_state, backend="bp")
-        self.arrays = self.inferer.init(evidence_updates={variables: unary.reshape(size, size, 2)})
-        self.variables = variables
-        self.build_seconds = time.perf_counter() - started
-        self.run = jax.jit(
-            lambda arrays: self.inferer.run(arrays, num_iters=ITERATIONS, damping=DAMPING, temperature=1.0)
-        )
-        self.result: Any = None
-        # the first call compiles; its own iterations are taken off again
-        first, second = timed(self.iterate), timed(self.iterate)
-        self.compile_seconds = first - second
+        inferer = infer.build_inferer(graph.bp_state, backend="bp")
+        return inferer, inferer.init(evidence_updates={variables: unary.reshape(size, size, 2)}), variables
 
     def iterate(self) -> None:
         self.result = self.run(self.arrays)
@@ -143,19 +146,27 @@ def tensor_bytes(roots: list[Any]) -> int:
     return sum(storages.values())
 
 
-def timed(task: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    task()
-    return time.perf_counter() - started
+class Spent(NamedTuple):
+    """Seconds: by the clock, and the processor's, of all threads together."""
+
+    wall: float
+    busy: float
 
 
-def rates(seconds: list[float], edges: int) -> dict[str, float]:
-    """Edge updates a second: the median round's, the slowest's and the fastest's."""
-    work = edges * ITERATIONS
+def timed(task: Callable[[], T]) -> tuple[T, Spent]:
+    wall, busy = time.perf_counter(), time.process_time()
+    result = task()
+    return result, Spent(time.perf_counter() - wall, time.process_time() - busy)
+
+
+def rates(rounds: list[Spent], edges: int) -> dict[str, float]:
+    """Edge updates a second: the median round's, the slowest's and the fastest's; and a second of processor time."""
+    work, wall = edges * ITERATIONS, [spent.wall for spent in rounds]
     return {
-        "edge_updates_per_second": work / statistics.median(seconds),
-        "slowest": work / max(seconds),
-        "fastest": work / min(seconds),
+        "edge_updates_per_second": work / statistics.median(wall),
+        "slowest": work / max(wall),
+        "fastest": work / min(wall),
+        "edge_updates_per_processor_second": work / statistics.median(spent.busy for spent in rounds),
     }
 
 
@@ -165,23 +176,27 @@ def measure(size: int, rounds: int, device: str, peer_too: bool) -> dict[str, An
     peer = Peer(size, numbers) if peer_too else None
     our_times, peer_times = [], []
     for _ in range(rounds):
-        our_times.append(timed(ours.iterate))
+        our_times.append(timed(ours.iterate)[1])
         if peer is not None:
-            peer_times.append(timed(peer.iterate))
+            peer_times.append(timed(peer.iterate)[1])
+    own = rates(our_times, edges)
     row: dict[str, Any] = {
         "size": size,
         "edges": edges,
-        "build_seconds": ours.build_seconds,
-        "prepare_seconds": ours.prepare_seconds,
+        "build_seconds": ours.build._asdict(),
+        "prepare_seconds": ours.prepare._asdict(),
         "held_bytes_per_edge": ours.held_bytes() / edges,
-        "bethenet": rates(our_times, edges),
+        "bethenet": own,
     }
     if peer is not None:
-        row["pgmax"] = rates(peer_times, edges) | {
-            "build_seconds": peer.build_seconds,
-            "compile_seconds": peer.compile_seconds,
+        theirs = rates(peer_times, edges)
+        row["pgmax"] = theirs | {
+            "build_seconds": peer.build._asdict(),
+            # the first call compiles; its own iterations are taken off again
+            "compile_seconds": peer.first.wall - statistics.median(spent.wall for spent in peer_times),
         }
-        row["ratio"] = row["bethenet"]["edge_updates_per_second"] / row["pgmax"]["edge_updates_per_second"]
+        row["ratio"] = own["edge_updates_per_second"] / theirs["edge_updates_per_second"]
+        row["processor_ratio"] = own["edge_updates_per_processor_second"] / theirs["edge_updates_per_processor_second"]
         row["largest_difference_of_marginals"] = float(np.abs(ours.marginals() - peer.marginals()).max())
     return row
 
@@ -195,26 +210,38 @@ def peer_available() -> bool:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="Million edge updates a second (slowest to fastest round)")
-    for column in ("grid", "bethenet", "PGMax", "ratio", "build s", "PGMax build + compile s", "bytes an edge"):
+    table = Table(title="Million edge updates: a second (slowest to fastest round) / a second of processor time")
+    for column in (
+        "grid",
+        "bethenet",
+        "PGMax",
+        "ratio",
+        "build + prepare s (busy)",
+        "PGMax build + compile s",
+        "bytes",
+    ):
         table.add_column(column, justify="right")
     for row in rows:
-        own, peer = row["bethenet"], row.get("pgmax")
+        peer = row.get("pgmax")
 
         def span(rate: dict[str, float]) -> str:
-            values = [rate[key] / 1e6 for key in ("edge_updates_per_second", "slowest", "fastest")]
-            return f"{values[0]:.1f} ({values[1]:.1f} to {values[2]:.1f})"
+            keys = ("edge_updates_per_second", "slowest", "fastest", "edge_updates_per_processor_second")
+            typical, slowest, fastest, busy = (rate[key] / 1e6 for key in keys)
+            return f"{typical:.1f} ({slowest:.1f} to {fastest:.1f}) / {busy:.1f}"
+
+        def seconds(spent: dict[str, float]) -> str:
+            return f"{spent['wall']:.2f} ({spent['busy']:.2f})"
 
         table.add_row(
             f"{row['size']} x {row['size']}",
-            span(own),
+            span(row["bethenet"]),
             span(peer) if peer else "-",
-            f"{row['ratio']:.2f}" if peer else "-",
-            f"{row['build_seconds']:.2f} + {row['prepare_seconds']:.2f}",
-            f"{peer['build_seconds']:.1f} + {peer['compile_seconds']:.1f}" if peer else "-",
+            f"{row['ratio']:.1f} / {row['processor_ratio']:.1f}" if peer else "-",
+            f"{seconds(row['build_seconds'])} + {seconds(row['prepare_seconds'])}",
+            f"{peer['build_seconds']['wall']:.1f} + {peer['compile_seconds']:.1f}" if peer else "-",
             f"{row['held_bytes_per_edge']:.0f}",
         )
-    Console().print(table)
+    Console(width=150).print(table)
 
 
 def main() -> None:
@@ -230,10 +257,11 @@ def main() -> None:
     with_peer = peer_available()
     # the first use of each operation is slower than the rest
     Ours(10, log_potentials(10), options.device).iterate()
-    rows = []
+    rows, load = [], [os.getloadavg()[0]]
     for size, peer_too in [*((n, with_peer) for n in options.sizes), *((n, False) for n in options.own_sizes)]:
         rows.append(measure(size, options.rounds, options.device, peer_too))
         gc.collect()
+    load.append(os.getloadavg()[0])
     show(rows)
     if options.json:
         environment = {
@@ -245,6 +273,7 @@ def main() -> None:
             "threads": options.threads,
             "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
             "seed": SEED,
+            "load_before_and_after": load,
         }
         if with_peer:
             from importlib.metadata import version

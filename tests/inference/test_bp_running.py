@@ -156,6 +156,7 @@ def test_threads_and_blocks_change_nothing() -> None:
         for threads, gradient in ((1, "envelope"), (2, "envelope"), (1, "unrolled")):
             torch.set_num_threads(threads)
             results.append(BeliefPropagation(max_iterations=5, gradient=gradient).run(potentials))
+            assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:

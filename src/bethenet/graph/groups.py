@@ -10,6 +10,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+MAX_ARITY = 50
+"""Variables of one factor: a tensor has at most 64 axes, and engines need some besides the table's."""
+
 
 @dataclass(frozen=True, eq=False)
 class VariableGroup:
@@ -77,7 +80,8 @@ def grouped(
         scopes: the factors' numbers and their variables ``[factors, arity]``, in any number of parts.
 
     Raises:
-        ValueError: a variable does not exist, or stands in a scope twice; the factor is named.
+        ValueError: a variable does not exist, or stands in a scope twice, or a scope has more than `MAX_ARITY`
+            variables; the factor is named.
     """
     distinct = torch.unique(state_counts)
     variable_groups = tuple(
@@ -98,9 +102,10 @@ def grouped(
     factor_groups: list[FactorGroup] = []
     for shape in sorted(by_shape, key=lambda shape: (len(shape), shape)):
         ids = torch.cat([ids for ids, _ in by_shape[shape]])
-        order = torch.argsort(ids)
-        ids = ids[order]
-        variables = torch.cat([variables for _, variables in by_shape[shape]])[order]
+        variables = torch.cat([variables for _, variables in by_shape[shape]])
+        if bool((ids[1:] < ids[:-1]).any()):
+            order = torch.argsort(ids)
+            ids, variables = ids[order], variables[order]
         factor_group[ids] = len(factor_groups)
         factor_row[ids] = torch.arange(ids.numel())
         readers = tuple(group_of_states[states] for states in shape)
@@ -120,6 +125,8 @@ def _check_scopes(ids: Tensor, scopes: Tensor, variables: int) -> None:
     if outside.any():
         row, axis = (int(i) for i in torch.nonzero(outside)[0])
         raise no_such_variable(int(scopes[row, axis]), variables, int(ids[row]))
+    if scopes.shape[0] and scopes.shape[1] > MAX_ARITY:
+        raise ValueError(f"factor {int(ids[0])}: expected at most {MAX_ARITY} variables, got {scopes.shape[1]}")
     if scopes.shape[1] < 2:
         return
     ordered = scopes.sort(dim=1).values

@@ -1,16 +1,16 @@
 """Work on long tensors in blocks that stay in a processor's cache, several threads at a time.
 
 A chain of elementwise operations on a tensor larger than the cache reads and writes main memory at every link. Done
-block by block it reads once and writes once. A block is also short enough for PyTorch to run each operation on one
-thread: threads then meet once, at the end of the chain, and not after every link of it, where on a busy machine they
-spend most of their time waiting for each other.
+block by block it reads once and writes once. Each block is one thread's: threads then meet once, at the end of the
+chain, and not after every link of it, where on a busy machine they spend most of their time waiting for each other.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -41,8 +41,12 @@ class Workers:
 
     def each(self, task: Callable[[slice], T], parts: list[slice]) -> list[T]:
         """What ``task`` returns for each block, in no particular order. More than one block: no gradients."""
-        if self._threads == 1 or len(parts) < FEWEST_BLOCKS:
+        if self._threads == 1 or torch.is_grad_enabled():
             return [task(part) for part in parts]
+        with _operations_on_one_thread():
+            return [task(part) for part in parts] if len(parts) < FEWEST_BLOCKS else self._shared_out(task, parts)
+
+    def _shared_out(self, task: Callable[[slice], T], parts: list[slice]) -> list[T]:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="bethenet")
         waiting = deque(parts)
@@ -62,3 +66,17 @@ class Workers:
         for helper in helpers:
             done += helper.result()
         return done
+
+
+@contextmanager
+def _operations_on_one_thread() -> Iterator[None]:
+    """PyTorch leaves short operations to one thread; the libraries below it (MKL's exponentials) do not, unless told.
+
+    A new thread takes the setting over when it first computes, so the pool's threads have it for good.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -106,7 +106,7 @@ def _renewed(problem: Problem, old: Tensor, proposal: Proposal, damping: Damping
     if not parts:
         return old, problem.no_change()
     if len(parts) == 1:
-        new, change = relaxed(problem, old, proposal(slice(None)), damping)
+        ((new, change),) = problem.workers.each(lambda block: relaxed(problem, old, proposal(block), damping), parts)
         return new, change.amax((0, 2))
     result = torch.empty_like(old, memory_format=torch.contiguous_format)
 
