@@ -16,23 +16,28 @@ from bethenet.networks import (
     SymbolicEncoder,
     Transformer,
 )
+from bethenet.networks.features import sinusoids
 from bethenet.networks.network import plaquettes
 from bethenet.networks.symbolic import Readout
 from oracle import enumerate_model
 
+ALL_FEATURES = {"node": 3, "position": 5, "role": 2, "size": 2, "states": 2, "inputs": 4, "potentials": 3}
 MIXED = FactorGraph([2, 3, 2, 3, 2], [(0, 1), (1, 2), (3, 2), (2, 4), (0,), (3,)])
 
 
-def symbolic(graph, sequence=None, **features):
-    features = features or {"node": 5}
+def node_features(graph, **features):
     roles = torch.arange(graph.num_variables) % 2 if "role" in features else None
-    made = NodeFeatures(
+    return NodeFeatures(
         FeatureOptions(**features),
         max_variables=graph.num_variables,
         max_states=int(graph.state_counts.max()),
         roles=roles,
         vocabulary=7,
     )
+
+
+def symbolic(graph, sequence=None, **features):
+    made = node_features(graph, **(features or {"node": 5}))
     width = made.options.width
     return SymbolicEncoder(made, sequence or Transformer(width, 8, heads=2), [graph], ReadoutOptions(hidden=6))
 
@@ -41,9 +46,8 @@ def symbolic(graph, sequence=None, **features):
 @pytest.mark.parametrize("sequence", ["transformer", "lstm"])
 def test_symbolic_encoders_on_mixed_states(head, sequence):
     torch.manual_seed(0)
-    features = {"node": 3, "role": 2, "size": 2, "states": 2, "inputs": 4, "potentials": 3}
-    module = Transformer(16, 8) if sequence == "transformer" else BidirectionalLSTM(16, 4, layers=2)
-    network = InferenceNetwork(symbolic(MIXED, module, **features), head)
+    module = Transformer(21, 8) if sequence == "transformer" else BidirectionalLSTM(21, 4, layers=2)
+    network = InferenceNetwork(symbolic(MIXED, module, **ALL_FEATURES), head)
     potentials = LogPotentials.random(MIXED, batch_size=3)
     inputs = torch.tensor([[0, 1, 2, 3, 4], [6, -1, -1, 0, 0], [0, 1, 2, 3, 4]])
     loss, beliefs = network.loss(potentials, inputs)
@@ -64,6 +68,18 @@ def test_clamped_inputs_and_evidence_reach_the_network():
     network = InferenceNetwork(symbolic(MIXED, node=3, potentials=4), PenalizedHead())
     changed = network(potentials.clamp({0: [0, 1]}))
     assert not torch.equal(changed.node_marginals[0], changed.node_marginals[1])
+
+
+def test_positions_are_told_apart_wherever_they_are():
+    numbers = torch.tensor([0, 1, 2, 100, 101, 5000, 5001])
+    for width in (5, 8):
+        codes = sinusoids(numbers, width)
+        assert codes.shape == (7, width)
+        torch.testing.assert_close(codes[0, : (width + 1) // 2], torch.zeros((width + 1) // 2))
+        assert torch.pdist(codes).min() > 0.1
+    features = node_features(MIXED, position=6)
+    assert not list(features.parameters())
+    torch.testing.assert_close(features(LogPotentials.random(MIXED))[0], sinusoids(torch.arange(5), 6))
 
 
 def test_readout_is_a_map_of_the_concatenation():
@@ -200,3 +216,28 @@ def test_region_network_batch_sharing_evidence_and_other_graphs():
     torch.testing.assert_close(network(shared).node_marginals.expand(2, -1, -1), network(whole).node_marginals)
     seen = network(shared.clamp({1: [0, 2]})).node_marginals
     torch.testing.assert_close(seen[:, 1], torch.eye(3, dtype=torch.float64)[[0, 2]])
+
+
+@pytest.mark.parametrize("approximation", [RegionGraph.bethe, plaquettes])
+def test_a_region_network_knows_node_features_and_inputs(approximation):
+    """A fresh network passes them by; the learnt maps use them, and a batch of inputs is its members."""
+    graph = FactorGraph.grid(2, 3)
+    features = node_features(graph, **ALL_FEATURES)
+    encoder = RegionNetwork(4, 3, features=features)
+    network = InferenceNetwork(encoder, PenalizedHead(), approximation).double()
+    potentials = LogPotentials.random(graph, dtype=torch.float64)
+    inputs = torch.tensor([[0, 1, 2, 3, 4, 5], [6, -1, -1, 0, 0, 0]])
+    plain = InferenceNetwork(RegionNetwork(4, 3), PenalizedHead(), approximation).double()
+    torch.testing.assert_close(
+        network(potentials, inputs).node_marginals, plain(potentials).node_marginals.expand(2, -1, -1)
+    )
+    with torch.no_grad():
+        for parameter in encoder.rounds.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    both = network(potentials, inputs).node_marginals
+    assert (both[0] - both[1]).abs().max() > 1e-3
+    for number in range(2):
+        alone = network(potentials, inputs[number : number + 1]).node_marginals
+        torch.testing.assert_close(alone[0], both[number])
+    network.loss(potentials, inputs)[0].sum().backward()
+    assert all(parameter.grad is not None for parameter in features.parameters())

@@ -143,6 +143,9 @@ def test_saved_and_loaded(kind, tmp_path):
 def test_what_cannot_be_saved_or_loaded(tmp_path):
     with pytest.raises(ValueError, match="RegionNetwork"):
         save_network(paper_network(1), tmp_path / "a")
+    featured = RegionNetwork(2, 1, features=NodeFeatures(FeatureOptions(position=2)))
+    with pytest.raises(ValueError, match="has features"):
+        save_network(InferenceNetwork(featured, ConsistentHead()), tmp_path / "a")
     with pytest.raises(ValueError, match="approximation"):
         save_network(InferenceNetwork(RegionNetwork(2, 1), ConsistentHead(), lambda graph: None), tmp_path / "a")
     with pytest.raises(ValueError, match=r"expected network\.json"):

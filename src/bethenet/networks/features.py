@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from bethenet.networks.fields import bounded, unary_log_potentials
 from bethenet.potentials import LogPotentials
 
+LONGEST_WAVELENGTH = 1e4
+"""Of the sinusoidal codes of positions, over 2 pi: more variables than that are told apart less well."""
+
 
 @dataclass(frozen=True)
 class FeatureOptions:
@@ -18,6 +21,8 @@ class FeatureOptions:
 
     node: int = 0
     """An embedding learnt for each variable (by its number)."""
+    position: int = 0
+    """Sines and cosines of each variable's number, which need no learning."""
     role: int = 0
     """An embedding of each variable's role (visible or hidden, say)."""
     size: int = 0
@@ -32,7 +37,7 @@ class FeatureOptions:
     @property
     def width(self) -> int:
         """Width of the concatenation."""
-        return self.node + self.role + self.size + self.states + self.inputs + self.potentials
+        return self.node + self.position + self.role + self.size + self.states + self.inputs + self.potentials
 
 
 class NodeFeatures(nn.Module):
@@ -80,6 +85,8 @@ class NodeFeatures(nn.Module):
         parts: list[Tensor] = []
         if self.node is not None:
             parts.append(self.node(variables).unsqueeze(0))
+        if self.options.position:
+            parts.append(sinusoids(variables, self.options.position).to(potentials.dtype).unsqueeze(0))
         if self.role is not None and self.roles is not None:
             parts.append(self.role(self.roles).unsqueeze(0))
         if self.size is not None:
@@ -103,3 +110,10 @@ class NodeFeatures(nn.Module):
         for term, group in zip(terms, graph.variable_groups, strict=True):
             result[:, group.variables, : group.states] = bounded(term)
         return result
+
+
+def sinusoids(positions: Int[Tensor, " positions"], width: int) -> Float[Tensor, "positions width"]:
+    """Sines, then cosines, of wavelengths from 2 pi up to ``LONGEST_WAVELENGTH`` times that, in geometric steps."""
+    steps = torch.arange((width + 1) // 2, device=positions.device) / max(1, (width + 1) // 2 - 1)
+    angles = positions.unsqueeze(-1) * LONGEST_WAVELENGTH**-steps
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)[:, :width]

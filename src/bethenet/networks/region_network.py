@@ -9,19 +9,22 @@ where ``h``, a region's features, are its log-potentials and all that was sent t
 is (generalised) belief propagation in as many identical channels as the network is wide, and so it starts: the maps
 are residual and their last layers are zero. All entries of all tables share their weights, and features are centred
 over each table. Renaming the states of a variable (for an Ising spin: turning it over together with its field and its
-couplings) therefore permutes the outputs and changes nothing else.
+couplings) therefore permutes the outputs and changes nothing else. Node features (of role, position, clamped
+observations), where they are given, enter the maps of the messages about a region, alike for all entries of its table.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from bethenet.networks.features import NodeFeatures
 from bethenet.networks.fields import region_log_potentials, spread
-from bethenet.networks.wiring import Wiring
+from bethenet.networks.wiring import Receiver, Wiring
 from bethenet.potentials import LogPotentials
 from bethenet.regions import Containment, RegionGraph
 
@@ -33,47 +36,65 @@ class RegionNetwork(nn.Module):
         width: channels per table entry.
         rounds: how often messages go down and up.
         damping: share of its old value that each message keeps at first (it is learnt).
+        features: what else to know of each variable. By default the potentials are all there is, evidence included.
     """
 
-    def __init__(self, width: int = 64, rounds: int = 10, damping: float = 0.0) -> None:
+    def __init__(
+        self, width: int = 64, rounds: int = 10, damping: float = 0.0, features: NodeFeatures | None = None
+    ) -> None:
         super().__init__()
         self.width = width
-        self.rounds = nn.ModuleList(Round(width, damping) for _ in range(rounds))
+        self.features = features
+        known = 0 if features is None else features.options.width
+        self.rounds = nn.ModuleList(Round(width, damping, known) for _ in range(rounds))
         self.scale = nn.Parameter(torch.ones(width))
         self.read = nn.Parameter(torch.full((width,), 1.0 / width))
 
     def forward(
         self, potentials: LogPotentials, regions: RegionGraph, inputs: Int[Tensor, "batch variables"] | None = None
     ) -> RegionEncoding:
-        """See `Encoder`; this one looks at nothing but the potentials."""
+        """See `Encoder`."""
         fields = region_log_potentials(potentials, regions)
         wiring = Wiring.of(regions)
+        contexts: list[Tensor] | None = None
+        if self.features is not None:
+            nodes = self.features(potentials, inputs)
+            fields[0] = fields[0].expand(max(nodes.shape[0], fields[0].shape[0]), *fields[0].shape[1:])
+            contexts = [_about(nodes, receiver, regions) for receiver in wiring.receivers]
         state = Messages.silent(fields, regions, wiring, self.width)
         for layer in self.rounds:
-            state = layer(state, fields, regions, wiring)
+            state = layer(state, fields, regions, wiring, contexts)
         return RegionEncoding(self, state.gather(fields, regions, wiring, self.scale), regions)
 
 
 class Round(nn.Module):
     """All messages down, then all messages up."""
 
-    def __init__(self, width: int, damping: float) -> None:
+    def __init__(self, width: int, damping: float, features: int = 0) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(width))
-        self.down = Update(width, damping)
-        self.up = Update(width, damping)
+        self.down = Update(width, damping, features)
+        self.up = Update(width, damping, features)
 
-    def forward(self, state: Messages, fields: list[Tensor], regions: RegionGraph, wiring: Wiring) -> Messages:
-        """The messages after one round."""
+    def forward(
+        self,
+        state: Messages,
+        fields: list[Tensor],
+        regions: RegionGraph,
+        wiring: Wiring,
+        contexts: Sequence[Tensor] | None = None,
+    ) -> Messages:
+        """The messages after one round; ``contexts`` are per receiver what is known of the region of each message."""
+        known: Sequence[Tensor | None] = contexts or [None] * len(wiring.receivers)
         reduced = Reductions(state.gather(fields, regions, wiring, self.scale))
         down = [
-            self.down(torch.cat([reduced.read(kind) for kind in receiver.kinds], dim=1) - up, old)
-            for receiver, up, old in zip(wiring.receivers, state.up, state.down, strict=True)
+            self.down(torch.cat([reduced.read(kind) for kind in receiver.kinds], dim=1) - up, old, context)
+            for receiver, up, old, context in zip(wiring.receivers, state.up, state.down, known, strict=True)
         ]
         features = Messages(down, state.up).gather(fields, regions, wiring, self.scale)
         up = [
-            self.up(features[receiver.group][:, receiver.children] - message, old)
-            for receiver, message, old in zip(wiring.receivers, down, state.up, strict=True)
+            self.up(features[receiver.group][:, receiver.children] - message, old, context)
+            for receiver, message, old, context in zip(wiring.receivers, down, state.up, known, strict=True)
         ]
         return Messages(down, up)
 
@@ -81,19 +102,34 @@ class Round(nn.Module):
 class Update(nn.Module):
     """The learnt map of a message: itself and its predecessor, plus a two-layer map of both."""
 
-    def __init__(self, width: int, damping: float) -> None:
+    def __init__(self, width: int, damping: float, features: int = 0) -> None:
         super().__init__()
         self.new = nn.Linear(width, width, bias=False)
         self.old = nn.Linear(width, width, bias=False)
+        self.context = nn.Linear(features, width, bias=False) if features else None
         self.out = nn.Linear(width, width, bias=False)
         nn.init.zeros_(self.out.weight)
         self.keep = nn.Parameter(torch.full((width,), damping))
 
-    def forward(self, message: Tensor, old: Tensor) -> Tensor:
+    def forward(
+        self, message: Tensor, old: Tensor, context: Float[Tensor, "batch messages features"] | None = None
+    ) -> Tensor:
         """The message to send, centred over the child's table."""
         message = centred(message)
-        hidden = torch.tanh(self.new(message) + self.old(old))
+        hidden = self.new(message) + self.old(old)
+        if self.context is not None and context is not None:
+            entries = [1] * (message.dim() - 3)
+            hidden = hidden + self.context(context).unflatten(1, (-1, *entries))
+        hidden = torch.tanh(hidden)
         return centred(torch.lerp(message, old, self.keep) + self.out(hidden))
+
+
+def _about(
+    nodes: Float[Tensor, "batch variables features"], receiver: Receiver, regions: RegionGraph
+) -> Float[Tensor, "batch messages features"]:
+    """The features of the region that each message is about: the mean of its variables'."""
+    variables = regions.groups[receiver.group].variables[receiver.children]
+    return nodes[:, variables].mean(2)
 
 
 @dataclass(frozen=True, eq=False)

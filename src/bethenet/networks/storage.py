@@ -63,6 +63,8 @@ def describe(network: InferenceNetwork) -> dict[str, Any]:
     encoder = network.encoder
     if not isinstance(encoder, RegionNetwork):
         raise ValueError(f"only networks with a RegionNetwork work on any graph and can be saved; got {type(encoder)}")
+    if encoder.features is not None:
+        raise ValueError("only networks that look at nothing but the potentials can be saved; this one has features")
     names = [name for name, approximation in APPROXIMATIONS.items() if approximation == network.approximation]
     if not names:
         raise ValueError(f"expected an approximation out of {', '.join(APPROXIMATIONS)}; got {network.approximation}")
