@@ -80,6 +80,17 @@ def test_members_of_different_strengths_do_not_touch_each_other():
     assert both.model.couplings[2:].norm() < weak.model.couplings.norm()
 
 
+def test_fields_learn_at_their_own_pace():
+    """Adam's first step is its learning rate, whatever the gradient."""
+    data = ising_data(3, 3, samples=60, models=2, seed=6)
+    recipe = Recipe(steps=1, learning_rate=0.2, averaging=0.0, penalties=(0.0,), field_pace=3.0)
+    start = two_models()
+    selection, _ = learn("exact", data, start, recipe)
+    moved = (selection.model.couplings - start.couplings, selection.model.fields - start.fields)
+    for move, size in zip(moved, (0.2, 0.6), strict=True):
+        torch.testing.assert_close(move.abs(), torch.full_like(move, size), rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("criterion", CRITERIA)
 def test_selection_keeps_the_best_evaluation_of_every_model(criterion):
     data = ising_data(3, 3, samples=60, models=2, seed=6)

@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import softplus
+from torch.nn.utils.parametrize import register_parametrization
 
 from bethenet.data.ising import IsingData, ising_data
 from bethenet.experiments.ising_inference import PAPER_HEAD, paper_network
@@ -60,6 +61,7 @@ METHODS = {
     "exact": "Exact",
     "mean-field": "Mean field",
     "bp": "Loopy BP, persistent",
+    "bp-cold": "Loopy BP, started anew",
     "kikuchi": "Kikuchi, persistent",
     "penalized": "Network (the paper's, penalised)",
     "consistent": "Network (the paper's, consistent, two sweeps)",
@@ -81,6 +83,8 @@ class Recipe:
     steps: int = 400
     learning_rate: float = 0.2
     """Of Adam, for couplings and fields; a cosine to zero."""
+    field_pace: float | None = None
+    """How many times faster the fields learn; as fast as the couplings if not given."""
     betas: tuple[float, float] = (0.9, 0.99)
     averaging: float = 0.98
     """Decay of the exponential average of all weights."""
@@ -99,7 +103,8 @@ EAGER = Recipe(steps=120, learning_rate=0.4, betas=(0.8, 0.95), averaging=0.5, p
 RECIPES = {
     "exact": EAGER,
     "mean-field": Recipe(learning_rate=0.05, betas=(0.9, 0.999)),
-    "bp": Recipe(),
+    "bp": Recipe(800, 0.1, penalties=(2e-3, 4e-3, 8e-3), field_pace=3.0),
+    "bp-cold": Recipe(300, 0.1, penalties=(4e-3,), field_pace=3.0),
     "kikuchi": Recipe(steps=300, averaging=0.9),
     "penalized": Recipe(500, 0.03, averaging=0.9, penalties=(2e-3,), warmup=150, network_rate=3e-3),
     "consistent": Recipe(300, 0.1, averaging=0.9, penalties=(2e-3,), warmup=50, network_rate=3e-3),
@@ -118,6 +123,8 @@ def partition(method: str, graph: FactorGraph, members: int, steps: int = 1) -> 
             return ByEngine(MeanField(max_iterations=LIMIT), persistent=True, iterations=2)
         case "bp":
             return ByEngine(BeliefPropagation(damping=0.3, max_iterations=LIMIT), persistent=True, iterations=2)
+        case "bp-cold":
+            return ByEngine(BeliefPropagation(damping=0.3, max_iterations=LIMIT))
         case "kikuchi":
             engine = GeneralizedBeliefPropagation(clusters="plaquettes", max_iterations=LIMIT)
             return ByEngine(engine, persistent=True, iterations=5)
@@ -142,11 +149,36 @@ def partition(method: str, graph: FactorGraph, members: int, steps: int = 1) -> 
 
 
 class Learner(IsingModel):
-    """An Ising model whose data are moments of samples: one row, the fields' statistics and then the couplings'."""
+    """An Ising model whose data are moments of samples: one row, the fields' statistics and then the couplings'.
+
+    Args:
+        graph: see `IsingModel`.
+        couplings: see `IsingModel`.
+        fields: see `IsingModel`.
+        field_pace: the fields are so many times a parameter; Adam, whose steps know no scale, moves them that much
+            faster.
+    """
+
+    def __init__(self, graph: FactorGraph, couplings: Tensor, fields: Tensor, field_pace: float | None = None) -> None:
+        super().__init__(graph, couplings, fields)
+        if field_pace is not None:
+            register_parametrization(self, "fields", _Scaled(field_pace))
 
     def score(self, data: Float[Tensor, "one models terms"]) -> Float[Tensor, "one models"]:
         """Mean over the samples of ``sum h_i x_i + sum J_ij x_i x_j`` (nats)."""
         return (data * torch.cat([self.fields, self.couplings], dim=1)).sum(-1)
+
+
+class _Scaled(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, parameter: Tensor) -> Tensor:
+        return self.factor * parameter
+
+    def right_inverse(self, value: Tensor) -> Tensor:
+        return value / self.factor
 
 
 def moments(graph: FactorGraph, data: Int[Tensor, "samples models variables"]) -> Float[Tensor, "one models terms"]:
@@ -214,7 +246,7 @@ def learn(method: str, data: IsingData, start: IsingModel, recipe: Recipe) -> tu
     """Learn all models from ``start``, each under every penalty strength."""
     graph, (models, _) = start.graph, start.fields.shape
     copies = len(recipe.penalties)
-    learner = Learner(graph, start.couplings.repeat(copies, 1), start.fields.repeat(copies, 1))
+    learner = Learner(graph, start.couplings.repeat(copies, 1), start.fields.repeat(copies, 1), recipe.field_pace)
     strengths = start.fields.new_tensor(recipe.penalties).repeat_interleave(models)
 
     def penalty(_: Model) -> Tensor:
@@ -307,5 +339,6 @@ def cells(settings: Settings) -> list[Cell]:
             def run(arguments: dict[str, Any] = arguments, recipe: Recipe = recipe) -> dict[str, Any]:
                 return measure(**arguments, recipe=recipe, device=settings.device)
 
-            made.append(Cell(f"{method}-n{size}", {**arguments, **asdict(recipe), "device": settings.device}, run))
+            given = {name: value for name, value in asdict(recipe).items() if value is not None}
+            made.append(Cell(f"{method}-n{size}", {**arguments, **given, "device": settings.device}, run))
     return made
