@@ -178,8 +178,13 @@ def test_table_reports_gaps_to_exact_model_by_model(tmp_path):
     figures = {f"{method}-n{size}": figures_of([11.0, 24.0]) for method in METHODS for size in (5, 10, 15)}
     for size in (5, 10, 15):
         figures[f"exact-n{size}"] = figures_of([10.0, 20.0])
-    (path,) = write_table(Settings(tmp_path), figures)
+    figures["kikuchi-n5"] = figures_of([10.05, 20.1])
+    for size in (5, 10, 15):
+        figures[f"plaquettes-n{size}"] = figures_of([10.1, 20.1])
+    path, plot = write_table(Settings(tmp_path), figures)
+    assert plot.read_bytes().startswith(b"\x89PNG")
     text = path.read_text()
+    assert f"- at every n: {METHODS['plaquettes']}\n- at some n only: {METHODS['kikuchi']}: 5\n- at none: Mean" in text
     assert "| Loopy BP, persistent | 17.500 ± 6.500 (7.17) |" in text
     assert "| Loopy BP, persistent | 15.00 ± 5.00 (13.8) | 15.00 ± 5.00 | 1.000 | 5.0e-01 | 2 |" in text
     assert "| Exact | 0.00 ± 0.00 (0.0) |" in text
@@ -196,7 +201,7 @@ def test_quick_run_from_end_to_end(tmp_path, monkeypatch):
         monkeypatch.setitem(RECIPES, method, replace(recipe, steps=2))
     settings = Settings(tmp_path, quick=True, resume=True)
     written = run_experiment(TABLE_2, settings)
-    assert [path.name for path in written] == ["table2.md", "table2.json"]
+    assert [path.name for path in written] == ["table2.md", "table2.png", "table2.json"]
     assert all(label in written[0].read_text() for label in METHODS.values())
     record = json.loads(written[1].read_text())
     assert set(record["cells"]) == {f"{method}-n4" for method in METHODS}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from matplotlib.figure import Figure
 
 from bethenet.experiments.ising_learning import METHODS, cells, sizes_for
 from bethenet.experiments.runner import Experiment, Settings, markdown_table, mean_and_error, write_text
@@ -16,9 +19,12 @@ PAPER = {
     "exact": {5: 6.30, 10: 25.89, 15: 52.24},
     "mean-field": {5: 7.35, 10: 29.70, 15: 60.03},
     "bp": {5: 7.17, 10: 28.34, 15: 59.79},
+    "bp-cold": {5: 7.17, 10: 28.34, 15: 59.79},
     "penalized": {5: 6.47, 10: 26.80, 15: 54.91},
 }
 """Held-out NLL (nats) as printed in the paper: of random models that are not these ones."""
+GOAL = 1.0
+"""The gap to exact learning (per cent) that networks and belief propagation are to keep within."""
 NOTE = """
 NLL: nats per held-out sample, log Z exact; mean over the models with its standard error, which is mostly the spread of
 the models' entropies. Gap: mean over models of (NLL - NLL of exact learning) / NLL of exact learning, with its standard
@@ -32,7 +38,7 @@ these are rough.
 
 
 def write_table(settings: Settings, figures: Figures) -> list[Path]:
-    """Held-out NLL by method and size beside the paper's, then the details of every size, as Markdown."""
+    """Held-out NLL by method and size beside the paper's, then the details of every size, as Markdown; and a plot."""
     sizes = sizes_for(settings)
     rows = []
     for name, label in (("true_nll", "True model"), ("initial_nll", "Random start")):
@@ -44,31 +50,79 @@ def write_table(settings: Settings, figures: Figures) -> list[Path]:
     header = ["", *(f"n = {size}" for size in sizes)]
     parts = ["# table2: learning random Ising grids\n\n## Held-out NLL (in parentheses the paper's)\n\n"]
     parts.append(markdown_table(header, rows))
+    parts.append(f"\n{_who_reaches_the_goal(figures, sizes)}")
     for size in sizes:
         parts.append(f"\n## Details, n = {size}\n\n{_details(figures, size)}")
     path = settings.output / "table2.md"
     write_text(path, "".join(parts) + NOTE)
-    return [path]
+    return [path, _draw_gaps(settings, figures)]
 
 
 def _details(figures: Figures, size: int) -> str:
-    exact = _selected(figures, "exact", size)["test_nll"]
     rows = []
     for method, label in METHODS.items():
         best = _selected(figures, method, size)
-        other = _selected(figures, method, size, "pseudo_nll")
         paper = _paper_gap(method, size)
         rows.append(
             [
                 label,
-                _gap(best["test_nll"], exact) + (f" ({paper:.1f})" if paper is not None else ""),
-                _gap(other["test_nll"], exact),
+                _gap(figures, method, size) + (f" ({paper:.1f})" if paper is not None else ""),
+                _gap(figures, method, size, "pseudo_nll"),
                 f"{mean_and_error(best['objective'])[0]:.3f}",
                 f"{max(best['inconsistency']):.1e}",
                 f"{figures[f'{method}-n{size}']['training_seconds']:.0f}",
             ]
         )
     return markdown_table(["", "gap, %", "gap by pseudo-NLL, %", "l_F", "inconsistency", "seconds"], rows)
+
+
+def _who_reaches_the_goal(figures: Figures, sizes: Sequence[int]) -> str:
+    """Which methods keep within `GOAL` of exact learning, as a list in Markdown."""
+    lines: dict[str, list[str]] = {"at every n": [], "at some n only": [], "at none": []}
+    for method, label in METHODS.items():
+        if method == "exact":
+            continue
+        reached = [size for size in sizes if mean_and_error(_gaps(figures, method, size))[0] <= GOAL]
+        if len(reached) == len(sizes):
+            lines["at every n"].append(label)
+        elif reached:
+            lines["at some n only"].append(f"{label}: {', '.join(map(str, reached))}")
+        else:
+            lines["at none"].append(label)
+    told = "".join(f"- {where}: {'; '.join(labels)}\n" for where, labels in lines.items() if labels)
+    return f"Mean NLL within {GOAL:g} % of exact learning's:\n\n{told}"
+
+
+def _draw_gaps(settings: Settings, figures: Figures) -> Path:
+    """The gap to exact learning by size, with standard errors; the paper's as crosses."""
+    sizes = sizes_for(settings)
+    figure = Figure(figsize=(8.2, 4.4), layout="constrained")
+    axis = figure.subplots()
+    axis.axhline(GOAL, color="0.75", linewidth=1, zorder=0)
+    for number, (method, label) in enumerate(METHODS.items()):
+        if method == "exact":
+            continue
+        gaps = [mean_and_error(_gaps(figures, method, size)) for size in sizes]
+        means, errors = zip(*gaps, strict=True)
+        axis.errorbar(sizes, means, errors, marker="o", markersize=4, capsize=3, label=label, color=f"C{number}")
+        paper = [(size, gap) for size in sizes if (gap := _paper_gap(method, size)) is not None]
+        if paper and method != "bp-cold":  # the paper has one row of belief propagation
+            axis.plot(*zip(*paper, strict=True), "x", color=f"C{number}")
+    axis.set_yscale("log", nonpositive="clip")
+    axis.set_xticks(sizes)
+    axis.set_xlabel("n")
+    axis.set_ylabel("held-out NLL above exact learning's, %")
+    figure.legend(loc="outside right upper", fontsize=9, title="crosses: the paper's", title_fontsize=9)
+    path = settings.output / "table2.png"
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def _gaps(figures: Figures, method: str, size: int, criterion: str = "nll") -> list[float]:
+    """How far every model's held-out NLL is above that of exact learning, in per cent of it."""
+    ours = _selected(figures, method, size, criterion)["test_nll"]
+    exact = _selected(figures, "exact", size)["test_nll"]
+    return [100 * (value - best) / best for value, best in zip(ours, exact, strict=True)]
 
 
 def _selected(figures: Figures, method: str, size: int, criterion: str = "nll") -> dict[str, Any]:
@@ -81,8 +135,8 @@ def _nll(values: list[float | None], paper: float | None) -> str:
     return f"{mean:.3f} ± {error:.3f}" + (f" ({paper:.2f})" if paper is not None else "")
 
 
-def _gap(values: list[float], exact: list[float]) -> str:
-    mean, error = mean_and_error([100 * (value - best) / best for value, best in zip(values, exact, strict=True)])
+def _gap(figures: Figures, method: str, size: int, criterion: str = "nll") -> str:
+    mean, error = mean_and_error(_gaps(figures, method, size, criterion))
     return f"{mean:.2f} ± {error:.2f}"
 
 
