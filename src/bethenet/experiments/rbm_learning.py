@@ -89,7 +89,7 @@ RECIPES = {
     "network": Recipe(
         "Inference network, consistent, refined", 60, second_rate=2.0, second_falls=False, second_betas=(0.5, 0.99)
     ),
-    "bp-cold": Recipe("Loopy BP, cold, 10 sweeps", 8),
+    "bp-cold": Recipe("Loopy BP, cold from noise, 10 sweeps", 20, 6e-3),
     "descent": Recipe("Descent, persistent", 10, slow=True),
     "paper-network": Recipe("Inference network of the paper", 12, 1e-3, 3e-3, averaging=None, slow=True),
     "nvi-mixture": Recipe("Neural variational inference, mixture", 50, 1e-3, 5e-3, clip_norm=5.0),
@@ -114,7 +114,8 @@ def learner(name: str, model: RBM, seed: int) -> Objective:
         case "bp-persistent":
             return Likelihood(model, ByEngine(BipartiteBeliefPropagation(damping=0.5), persistent=True, iterations=5))
         case "bp-cold":
-            return Likelihood(model, ByEngine(BipartiteBeliefPropagation(damping=0.3), iterations=10))
+            # from silent messages all minibatches end at the same fixed point, and the machine learns to exploit it
+            return Likelihood(model, ByEngine(BipartiteBeliefPropagation(damping=0.3, noise=1.0), iterations=10))
         case "descent":
             return Likelihood(model, ByEngine(Descent(first=None), persistent=True, iterations=3))
         case "network":
