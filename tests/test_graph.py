@@ -175,6 +175,7 @@ def test_from_networkx():
         (lambda: FactorGraph([2], [(0, 1)]), "factor 0: variable 1 does not exist: the graph has 1 variables"),
         (lambda: FactorGraph([2], [(0,), (-1,)]), "factor 1: variable -1 does not exist"),
         (lambda: FactorGraph([2, 2], [(0,), (1, 1)]), "factor 1: variable 1 stands in its scope twice"),
+        (lambda: FactorGraph([1] * 60, [(), range(60)]), "factor 1: expected at most 50 variables, got 60"),
         (lambda: FactorGraph([2], [(0.5,)]), "factor 0: a variable is a number or a name; got 0.5"),
         (lambda: FactorGraph([2], [("a",)]), "factor 0: no variable is named 'a': its variables have no names"),
         (lambda: FactorGraph([2], [("a",)], ["b"]), r"factor 0: no variable is named 'a': there are \['b'\]"),

@@ -78,13 +78,17 @@ def test_vectorised_and_exact_reading_agree():
     assert bits(read(plain)) == bits(read([text + "e0" for text in plain]))
 
 
-@pytest.mark.parametrize("text", ["-1", "nan", "-1e-400", "-0." + "0" * 400 + "1", "-inf"])
+@pytest.mark.parametrize("text", ["-1", "nan", "-1e-400", "-1e-9999999999999999999", "-0." + "0" * 400 + "1", "-inf"])
 def test_what_is_no_probability_is_nan(text):
     assert math.isnan(read([text])[0])
 
 
 def test_infinity_stays_infinite():
     assert read(["inf"])[0] == read(["infinity"])[0] == math.inf
+
+
+def test_exponents_beyond_all_arithmetic():
+    assert read(["1e9999999999999999999", "1e-9999999999999999999"]).tolist() == [math.inf, -math.inf]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e19])

@@ -40,9 +40,11 @@ def test_layouts(tmp_path, text, expected):
 @pytest.mark.parametrize(
     ("text", "line", "problem"),
     [
-        ("", 1, "expected the number of observed variables, found the end of the file"),
+        ("", 1, "expected the number of samples or of observed variables, found the end of the file"),
         ("x", 1, "expected a number, found 'x'"),
-        ("-1", 1, "expected a variable, a state or a count, a whole number of at least 0, found '-1'"),
+        ("-1", 1, "expected the number of samples or of observed variables, a whole number of at least 0, found '-1'"),
+        ("2\n1 0 1\n0.5", 3, "expected the number of observed variables, a whole number of at least 0, found '0.5'"),
+        ("1 0 nan", 1, "expected a state, a whole number of at least 0, found 'nan'"),
         ("1 4 0", 1, "expected a variable, a whole number from 0 to 3, found '4'"),
         ("1\n1\n1 3", 3, "expected a state of variable 1, a whole number from 0 to 2, found '3'"),
         ("2\n1 0\n1 0", 3, "expected each variable once in a sample, found variable 1 again"),
@@ -56,6 +58,15 @@ def test_wrong_files(tmp_path, text, line, problem):
         read(tmp_path, text)
     assert str(caught.value).startswith(f"{tmp_path / 'model.uai.evid'}:{line}: ")
     assert problem in str(caught.value)
+
+
+def test_samples_of_a_large_model_are_counted_before_they_are_held(tmp_path):
+    (tmp_path / "a").write_text("1000\n" + "0\n" * 1000)
+    large = FactorGraph([2] * 100_000, [])
+    with pytest.raises(
+        ModelFileError, match="a:1: expected at most 134217728 states of variables in all samples, found "
+    ):
+        read_evidence(tmp_path / "a", large)
 
 
 def test_written_evidence_is_read_back(tmp_path):

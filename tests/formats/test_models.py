@@ -3,6 +3,7 @@
 import gzip
 import math
 import os
+import re
 import stat
 
 import numpy as np
@@ -249,7 +250,7 @@ WRONG = {
         "expected 1000000000000 entries of factor 0's table, found 2 before the end of the file",
     ),
     "huge scope": (
-        "MARKOV\n64\n" + "9 " * 64 + "\n1\n64 " + " ".join(map(str, range(64))) + "\n1 1", 6, "factor 0's entries",
+        "MARKOV\n48\n" + "9 " * 48 + "\n1\n48 " + " ".join(map(str, range(48))) + "\n1 1", 6, "factor 0's entries",
     ),
     "huge variable": ("MARKOV\n1\n1000000000000\n0", 3, "expected at most 10000000 states of variables that"),
     "cut table": ("MARKOV\n1\n2\n1\n1 0\n2\n0.5\n", 7, "expected 2 entries of factor 0's table, found 1 before"),
@@ -260,6 +261,9 @@ WRONG = {
     "long": ("MARKOV\n1\n2\n1\n1 0\n2\n1 " + "1" * 2000, 7, "a number of at most 1000 characters, found one of"),
     "nan": ("MARKOV\n1\n2\n1\n1 0\n2\n1\nnan", 8, "expected a finite number of at least 0, found 'nan'"),
     "infinite": ("MARKOV\n1\n2\n1\n1 0\n2\n1\ninf", 8, "expected a finite number of at least 0, found 'inf'"),
+    "huge exponent": ("MARKOV\n1\n2\n1\n1 0\n2\n1\n1e" + "9" * 30, 8, "expected a finite number of at least 0, found"),
+    "wide": ("MARKOV\n60\n" + "1 " * 60 + "\n1\n60 0 1 2", 5, "a whole number from 0 to 50, found '60'"),
+    "negative arity": ("MARKOV\n2\n2 2\n1\n-1\n1 1 1", 5, "a whole number from 0 to 2, found '-1'"),
     "negative entry": ("MARKOV\n1\n2\n1\n1 0\n2\n1\n\n-0.5", 9, "expected a finite number of at least 0, found '-0.5'"),
 }  # fmt: skip
 
@@ -267,13 +271,14 @@ WRONG_LIBDAI = {
     "empty": ("", 1, "expected the number of factors, found the end of the file"),
     "word": ("one", 1, "expected a number, found 'one'"),
     "many": ("1000000000000\n1", 2, "expected 2000000000000 numbers or more, for 1000000000000 factors, found 1"),
-    "arity": ("1\n1.5\n0\n2\n0", 2, "expected the number of factor 0's variables, a whole number of at least 0, found"),
-    "arity beyond": ("1\n1000000000000\n0\n2\n0", 5, "labels, state counts and number of entries of factor 0, found 3"),
+    "arity": ("1\n1.5\n0\n2\n0", 2, "expected the number of factor 0's variables, a whole number from 0 to 50, found"),
+    "arity beyond": ("1\n1000000000000\n0\n2\n0", 2, "a whole number from 0 to 50, found '1000000000000'"),
+    "cut scope": ("1\n50\n0\n2\n0", 5, "expected 101 labels, state counts and number of entries of factor 0, found 3"),
     "label": ("1\n1\n-1\n2\n0", 3, "expected a variable's label, a whole number of at least 0, found '-1'"),
     "count": ("1\n1\n0\n0\n0", 4, "expected a state count, a whole number of at least 1, found '0'"),
     "listed": ("1\n1\n0\n2\n0.5", 5, "expected the number of factor 0's entries, a whole number of at least 0, found"),
     "sparse": (
-        "1\n40\n" + " ".join(map(str, range(40))) + "\n" + "2 " * 40 + "\n1\n0 1", 3, "at most 134217728 entries",
+        "1\n40\n" + " ".join(map(str, range(40))) + "\n" + "2 " * 40 + "\n1\n0 1", 3, "at most 67108864 entries",
     ),
     "cut": ("1\n1\n0\n2\n2\n0 1\n1", 7, "expected 4 indices and values of factor 0's entries, found 3 before the end"),
     "too many": ("1\n1\n0\n2\n3\n0 1\n1 1\n0 1", 5, "expected at most 2 entries of factor 0, found 3"),
@@ -344,6 +349,16 @@ def test_damaged_and_endless_gzip(tmp_path, monkeypatch):
     (tmp_path / "bomb.uai").write_bytes(gzip.compress(b"\n" * 10**6))
     with pytest.raises(ModelFileError, match=r"bomb\.uai:\d+: expected at most 5000 bytes of text, found more"):
         text_module.read_text(tmp_path / "bomb.uai", 5000)
+
+
+def test_comments_go_wherever_a_block_of_text_ends(tmp_path, monkeypatch):
+    text = b"# one\n1 # 2\r3 #\n#\n\n4 # five" * 3
+    (tmp_path / "a.uai").write_bytes(text)
+    whole = text_module.read_text(tmp_path / "a.uai")
+    assert whole == re.sub(rb"#[^\r\n]*", b"", text)
+    for size in (1, 2, 7):
+        monkeypatch.setattr(text_module, "_BLOCK", size)
+        assert text_module.read_text(tmp_path / "a.uai") == whole
 
 
 def test_the_line_of_an_error_far_down(tmp_path, monkeypatch):

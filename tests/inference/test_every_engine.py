@@ -67,6 +67,7 @@ TREES = {
     "one variable": lambda: tables([3], [(0,)]),
     "chain": lambda: on_graph(FactorGraph.chain(6, 3)),
     "star": lambda: tables([2] * 5, [(0, i) for i in range(1, 5)] + [(0,)]),
+    "as many variables in a factor as can be": lambda: tables([1] * 47 + [2, 2, 3], [range(50), (49,)]),
     "mixed states": lambda: tables([2, 3, 4, 2], [(0, 1), (2, 1), (1, 3), (2,)]),
     "arity three, one, nothing": lambda: tables([2, 3, 2, 2], [(0, 1, 2), (2, 3), (), (1,), (3,)]),
     "one-state variables": lambda: tables([1, 2, 1, 3], [(0, 1), (1, 3), (2,), (0,), (3,)]),

@@ -34,7 +34,8 @@ SMALLEST_NORMAL = float(np.finfo(np.float64).tiny)
 
 
 def _context(digits: int) -> decimal.Context:
-    return decimal.Context(prec=digits, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
+    # no traps: a number beyond even these exponents is infinite or zero, as it would be among float64s
+    return decimal.Context(prec=digits, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN, traps=[])
 
 
 _EXACT = _context(2 * LONGEST)

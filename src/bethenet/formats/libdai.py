@@ -17,11 +17,11 @@ import torch
 from bethenet.formats.decimals import Floats, Integers
 from bethenet.formats.tables import explicit_factors, from_flat_tables, tables_as_text
 from bethenet.formats.text import Numbers, read_text, write_text
-from bethenet.graph import FactorGraph
+from bethenet.graph import MAX_ARITY, FactorGraph
 from bethenet.potentials import LogPotentials
 
-MAX_ENTRIES = 2**27
-"""Entries of all tables together, listed or not (1 GiB): a few bytes of a sparse table can promise any number."""
+MAX_ENTRIES = 2**26
+"""Entries of all tables together, listed or not (512 MiB): a few bytes of a sparse table can promise any number."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def _locate_blocks(numbers: Numbers) -> _Blocks:
         if position >= known:
             known = numbers.read_to(position)
         arity = value(position) if position < total else -1.0
-        if not (arity >= 0 and arity.is_integer()):
-            numbers.whole(position, f"the number of factor {factor}'s variables")
+        if not (0 <= arity <= MAX_ARITY and arity.is_integer()):
+            numbers.whole(position, f"the number of factor {factor}'s variables", 0, MAX_ARITY)
         if position + 1 + 2 * arity >= total:
             numbers.require(
                 position + 1, 2 * arity + 1, f"labels, state counts and number of entries of factor {factor}"

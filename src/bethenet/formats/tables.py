@@ -35,15 +35,23 @@ def from_flat_tables(
     tables = []
     for group in graph.factor_groups:
         shape = group.table_shape
-        cells = starts[group.factors.numpy()][:, None] + np.arange(math.prod(shape))
+        rows = _rows(logarithms, starts[group.factors.numpy()], math.prod(shape))
         if first_fastest:
-            table = logarithms[cells].reshape(len(group), *reversed(shape))
-            table = np.ascontiguousarray(table.transpose(0, *range(len(shape), 0, -1)))
+            table = rows.reshape(len(group), *reversed(shape)).transpose(0, *range(len(shape), 0, -1))
         else:
-            table = logarithms[cells].reshape(len(group), *shape)
-        tables.append(torch.from_numpy(table).unsqueeze(0))
+            table = rows.reshape(len(group), *shape)
+        tables.append(torch.from_numpy(np.array(table, order="C")).unsqueeze(0))
     terms = [torch.zeros(1, 1, group.states, dtype=torch.float64) for group in graph.variable_groups]
     return LogPotentials(graph, tables, terms)
+
+
+def _rows(numbers: Floats, starts: Integers, length: int) -> Floats:
+    """``numbers[start : start + length]`` for each start; where those are evenly spaced, as a view."""
+    step = int(starts[1] - starts[0]) if len(starts) > 1 else length
+    if step < length or (np.diff(starts) != step).any():
+        return numbers[starts[:, None] + np.arange(length)]
+    size = numbers.itemsize
+    return np.lib.stride_tricks.as_strided(numbers[starts[0] :], (len(starts), length), (step * size, size))
 
 
 def explicit_factors(potentials: LogPotentials, *, cover: bool = False) -> tuple[list[tuple[int, ...]], list[Tensor]]:

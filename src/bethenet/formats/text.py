@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -49,7 +50,17 @@ def read_text(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
         lines = sum(block.count(b"\n") for block in blocks)
         raise ModelFileError(path, lines + 1, f"expected at most {max_bytes} bytes of text, found more")
     text = b"".join(blocks).removeprefix(b"\xef\xbb\xbf")
-    return _COMMENT.sub(b"", text) if b"#" in text else text
+    return b"".join(_without_comments(text)) if b"#" in text else text
+
+
+def _without_comments(text: bytes) -> Iterator[bytes]:
+    """Some lines after the other, as a substitution takes much memory for each comment it finds."""
+    begin = 0
+    while begin < len(text):
+        newline = text.find(b"\n", begin + _BLOCK)
+        end = len(text) if newline < 0 else newline
+        yield _COMMENT.sub(b"", text[begin:end])
+        begin = end
 
 
 class Numbers:

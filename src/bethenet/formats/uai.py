@@ -10,6 +10,7 @@ newer has a single sample and no such number. A sample is a count and that many 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,10 +23,16 @@ from bethenet.errors import ModelFileError
 from bethenet.formats.decimals import Floats, Integers
 from bethenet.formats.tables import explicit_factors, from_flat_tables, tables_as_text, unattached_states
 from bethenet.formats.text import Numbers, first_word, read_text, write_text
-from bethenet.graph import FactorGraph
+from bethenet.graph import MAX_ARITY, FactorGraph
 from bethenet.potentials import UNOBSERVED, LogPotentials
 
 KINDS = ("MARKOV", "BAYES")
+
+_LINE = re.compile(rb"[^\r\n]+")
+
+MAX_EVIDENCE = 2**27
+"""States of the variables, in all samples of an evidence file (1 GiB): each sample is a member of the batch, and a few
+bytes of it say that nothing is observed of a large model."""
 
 
 def read_uai(path: str | Path) -> LogPotentials:
@@ -65,13 +72,13 @@ def _read_scopes(
     numbers.require(position, 3 * factors, f"numbers or more, for {factors} factors")
     heads, found = [], []
     value, variables, total = numbers.values.item, len(counts), len(numbers)
-    known = 0
+    most, known = min(variables, MAX_ARITY), 0
     for factor in range(factors):
         if position >= known:
             known = numbers.read_to(position)
         arity = value(position) if position < total else -1.0
-        if not (0 <= arity <= variables and arity.is_integer()):
-            numbers.whole(position, f"the number of factor {factor}'s variables", 0, variables)
+        if not (0 <= arity <= most and arity.is_integer()):
+            numbers.whole(position, f"the number of factor {factor}'s variables", 0, most)
         heads.append(position)
         found.append(arity)
         position += 1 + int(arity)
@@ -148,29 +155,42 @@ def read_evidence(path: str | Path, graph: FactorGraph) -> Int[Tensor, "samples 
     """
     text = read_text(path)
     numbers = Numbers(path, text)
-    numbers.wholes(np.arange(len(numbers)), "a variable, a state or a count")
-    total = len(numbers)
-    if total == 0:
-        raise ModelFileError(path, 1, "expected the number of observed variables, found the end of the file")
     samples = numbers.whole(0, "the number of samples or of observed variables")
-    single = total == 1 + 2 * samples
+    single = len(numbers) == 1 + 2 * samples
     several = _sample_starts(numbers, samples)
     if several is None or (single and not _begin_lines(text, several)):  # some numbers fit both layouts
         several = [0]
         if not single:
             numbers.require(1, 2 * samples, "variables and states")
             numbers.require_end(1 + 2 * samples)
+    entries = int(graph.state_counts.sum()) * len(several)
+    if len(several) > 1 and entries > MAX_EVIDENCE:
+        raise numbers.error(0, f"expected at most {MAX_EVIDENCE} states of variables in all samples, found {entries}")
     states = np.full((max(len(several), 1), graph.num_variables), UNOBSERVED, dtype=np.int64)
-    counts = graph.state_counts.numpy(force=True)
-    for row, start in zip(states, several, strict=False):
-        positions = np.arange(start + 1, start + 1 + 2 * int(numbers.values[start])).reshape(-1, 2)
-        for at, state_at in positions.tolist():
-            variable = numbers.whole(at, "a variable", 0, graph.num_variables - 1)
-            state = numbers.whole(state_at, f"a state of variable {variable}", 0, int(counts[variable]) - 1)
-            if row[variable] != UNOBSERVED:
-                raise numbers.error(at, f"expected each variable once in a sample, found variable {variable} again")
-            row[variable] = state
+    row, variable, state = _read_samples(numbers, np.array(several, dtype=np.int64), graph)
+    states[row, variable] = state
     return torch.from_numpy(states)
+
+
+def _read_samples(numbers: Numbers, starts: Integers, graph: FactorGraph) -> tuple[Integers, Integers, Integers]:
+    """(sample, variable, state) of every observation in the samples that begin at ``starts``."""
+    lengths = numbers.at(starts).astype(np.int64)
+    row = np.repeat(np.arange(len(starts)), lengths)
+    first = np.cumsum(lengths) - lengths
+    at = starts[row] + 1 + 2 * (np.arange(len(row)) - first[row])
+    variable = numbers.wholes(at, "a variable", 0, graph.num_variables - 1)
+    state = numbers.wholes(at + 1, "a state")
+    most = graph.state_counts.numpy(force=True)[variable] - 1
+    for wrong in np.flatnonzero(state > most).tolist():
+        numbers.whole(int(at[wrong]) + 1, f"a state of variable {variable[wrong]}", 0, int(most[wrong]))
+    cells = row * graph.num_variables + variable
+    order = np.argsort(cells, kind="stable")
+    again = np.flatnonzero(cells[order][1:] == cells[order][:-1])
+    if again.size:
+        wrong = order[again[0] + 1]
+        found = f"found variable {variable[wrong]} again"
+        raise numbers.error(int(at[wrong]), f"expected each variable once in a sample, {found}")
+    return row, variable, state
 
 
 def _sample_starts(numbers: Numbers, samples: int) -> list[int] | None:
@@ -179,14 +199,21 @@ def _sample_starts(numbers: Numbers, samples: int) -> list[int] | None:
     position, total = 1, len(numbers)
     while position < total and len(starts) < samples:
         starts.append(position)
-        position += 1 + 2 * int(numbers.values[position])
+        numbers.read_to(position)
+        observed = numbers.values[position]
+        if not (observed >= 0 and observed.is_integer()):
+            numbers.whole(position, "the number of observed variables")
+        position += 1 + 2 * int(observed)
     return starts if position == total and len(starts) == samples else None
 
 
 def _begin_lines(text: bytes, positions: list[int]) -> bool:
     """Whether the numbers at all these positions are the first of their line."""
-    lengths = [len(line.split()) for line in text.splitlines()]
-    return set(positions) <= {0, *np.cumsum(lengths).tolist()}
+    missing, position = set(positions), 0
+    for line in _LINE.finditer(text):
+        missing.discard(position)
+        position += len(line[0].split())
+    return not missing
 
 
 def write_evidence(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import string
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +14,7 @@ from bethenet.beliefs import Beliefs
 from bethenet.graph import FactorGraph
 from bethenet.inference.colouring import colour_classes
 from bethenet.inference.engine import IterativeEngine, State
-from bethenet.inference.scaling import add_duals
+from bethenet.inference.scaling import AXES, add_duals
 from bethenet.inference.starts import best_of_restarts, check_state, noisy_start
 from bethenet.numerics import log_normalize
 from bethenet.potentials import LogPotentials
@@ -161,7 +160,7 @@ def _expected_log_potentials(
             table = table[:, incoming.factors]
         others = [axis for axis in range(group.arity) if axis != incoming.axis]
         weights = [state[group.variable_groups[a]][:, group.rows[incoming.factors, a]].exp() for a in others]
-        letters = string.ascii_uppercase[: group.arity]
+        letters = AXES[: group.arity]
         inputs = ",".join([f"bf{letters}", *(f"bf{letters[axis]}" for axis in others)])
         parts = [(scores, table)]
         if impossible is not None:

@@ -26,6 +26,9 @@ from bethenet.numerics import log_sum_exp, safe_log
 Duals = tuple[Tensor, ...]
 """One ``[batch, factors, states]`` for each axis of a factor."""
 
+AXES = string.ascii_letters.replace("b", "").replace("f", "")
+"""What a table's axes are called in an ``einsum``, where ``b`` and ``f`` are the batch and the factors."""
+
 
 @dataclass(frozen=True)
 class Scaling:
@@ -179,7 +182,7 @@ def log_axis_sums(log_table: Tensor, duals: Sequence[Tensor], axis: int, kernel:
     if kernel is None:
         kept = [torch.zeros_like(dual) if number == axis else dual for number, dual in enumerate(duals)]
         return log_sum_exp(add_duals(log_table, kept), [2 + other for other in others])
-    letters = string.ascii_uppercase[: len(duals)]
+    letters = AXES[: len(duals)]
     offsets = [duals[other].detach().amax(-1, keepdim=True) for other in others]
     weights = [(duals[other] - offset).exp() for other, offset in zip(others, offsets, strict=True)]
     inputs = ",".join([f"bf{letters}", *(f"bf{letters[other]}" for other in others)])
