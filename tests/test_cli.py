@@ -318,7 +318,9 @@ def test_a_memory_limit(path):
 
 
 def test_more_samples_than_there_is_memory_for(path):
-    assert "not enough memory: you tried to allocate" in error("sample", path, "-n", 10**13, code=3)
+    arguments = ("sample", path, "-n", 10**13)
+    assert "exact inference (samples) would need" in error(*arguments, code=3)
+    assert "not enough memory: you tried to allocate" in error(*arguments, "--memory-limit", "99999T", code=3)
 
 
 def test_bytes_for_people():

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -77,6 +77,7 @@ def test_evidence(potentials: LogPotentials, data: st.DataObject) -> None:
 @settings(max_examples=30, deadline=None)
 @given(models(max_variables=6, max_factors=10, batch=2, zeros=True))
 def test_log_domain_equals_scaled_domain(potentials: LogPotentials) -> None:
+    assume(potentials.graph.state_counts.max() > 1)  # else nothing is left to eliminate
     planner = planner_for(potentials)
     reduction, plan = planner.reduction, planner.plan("min-fill")
     trace = forward(plan, Logarithmic(), reduction.leaves(potentials), potentials.batch_size, keep=True)
@@ -112,6 +113,9 @@ def test_graphs_without_factors(states: list[int]) -> None:
         pytest.param([2, 3, 2], [(0, 2)], id="a variable in no factor"),
         pytest.param([1, 3, 1, 2], [(0, 1), (1, 2), (2, 3), (0, 1, 2, 3)], id="one-state variables"),
         pytest.param([1, 1], [(0, 1)], id="only one-state variables"),
+        pytest.param([1] * 60, list(itertools.combinations(range(60), 2)), id="many one-state variables"),
+        pytest.param([3] + [1] * 60, [(0, i) for i in range(1, 61)], id="one-state variables around one"),
+        pytest.param([1] * 47 + [2, 2, 3], [range(50), (49, 0)], id="as many variables in a factor as can be"),
         pytest.param([2, 3], [(0, 1), (1, 0), (0, 1), (0, 1), (1, 0), (0, 1), (0, 1)], id="one scope many times"),
         pytest.param([3] + [2] * 9, [(0, i) for i in range(1, 10)], id="star"),
         pytest.param([2] * 8, [(i, (i + 1) % 8) for i in range(8)], id="ring"),

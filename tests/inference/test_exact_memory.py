@@ -17,6 +17,8 @@ from torch._C._profiler import _EventType
 from bethenet import FactorGraph, LogPotentials
 from bethenet.errors import MemoryLimitError
 from bethenet.inference.exact import Exact, memory
+from bethenet.inference.exact.layout import Layout
+from bethenet.inference.exact.planning import planner_for
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
@@ -88,6 +90,28 @@ def check_prediction(potentials: LogPotentials) -> None:
 
     measured = peak_bytes(backward)
     assert measured / 1.5 <= predicted <= 1.5 * measured, f"gradient: predicted {predicted}, measured {measured}"
+
+
+@pytest.mark.parametrize("name", ["12x12 grid", "chains of order 1", "4-ary tables", "a random graph"])
+@pytest.mark.parametrize("samples", [1, 2000])
+def test_the_prediction_counts_samples(name: str, samples: int) -> None:
+    build, batch = MODELS[name]
+    potentials = LogPotentials.random(build(), 0.5, batch_size=batch, dtype=torch.float64)
+    layout = Layout.of(potentials)
+    for task, call in [
+        (memory.Task.SAMPLES, lambda: Exact().sample(potentials, samples)),
+        (memory.Task.BEST, lambda: Exact().map(potentials)),
+    ]:
+        count = 1 if task is memory.Task.BEST else samples
+        predicted = planner_for(potentials).choose("auto", layout, task, 8, samples=count).bytes_needed
+        measured = peak_bytes(call)
+        assert measured / 1.5 <= predicted <= 1.5 * measured, f"{task}: predicted {predicted}, measured {measured}"
+
+
+def test_too_many_samples_are_refused() -> None:
+    potentials = LogPotentials.random(FactorGraph.chain(5))
+    with pytest.raises(MemoryLimitError, match=r"exact inference \(samples\) would need .* TiB"):
+        Exact().sample(potentials, 10**11)
 
 
 def test_prediction_with_shared_tables_and_evidence() -> None:

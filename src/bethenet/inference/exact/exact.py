@@ -87,13 +87,14 @@ class Exact:
         if n < 0:
             raise ValueError(f"n: expected at least 0 samples, got {n}")
         with torch.no_grad():
-            return self._problem(potentials.detach(), Task.SAMPLES).states(n, lambda logits: _draw(logits, generator))
+            problem = self._problem(potentials.detach(), Task.SAMPLES, n)
+            return problem.states(lambda logits: _draw(logits, generator))
 
     def map(self, potentials: LogPotentials) -> tuple[Int[Tensor, "batch variables"], Float[Tensor, " batch"]]:
         """A most probable state of all variables, and the log of its unnormalised probability (nats)."""
         with torch.no_grad():
-            problem = self._problem(potentials.detach(), Task.BEST)
-            return problem.states(1, lambda logits: logits.argmax(-1))[0], problem.log_z
+            problem = self._problem(potentials.detach(), Task.BEST, 1)
+            return problem.states(lambda logits: logits.argmax(-1))[0], problem.log_z
 
     def _infer(self, potentials: LogPotentials, differentiable: bool) -> tuple[Beliefs, Float[Tensor, " batch"]]:
         task = Task.EVERYTHING if _is_differentiable(potentials) else Task.MARGINALS
@@ -101,8 +102,8 @@ class Exact:
         log_z = problem.log_z
         return problem.beliefs(differentiable and torch.is_grad_enabled()), log_z
 
-    def _problem(self, potentials: LogPotentials, task: Task) -> Problem:
-        return Problem(potentials, task, self.order, self.memory_limit)
+    def _problem(self, potentials: LogPotentials, task: Task, samples: int = 0) -> Problem:
+        return Problem(potentials, task, self.order, self.memory_limit, samples)
 
     # --- what it would take -----------------------------------------------------------------------------------------
 

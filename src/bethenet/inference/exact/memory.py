@@ -64,8 +64,8 @@ class _Account:
         self.peak = max(self.peak, self.now + entries)
 
 
-def predict(plan: Plan, reduction: Reduction, layout: Layout, task: Task, itemsize: int) -> int:
-    """Peak bytes of a task, without the potentials themselves."""
+def predict(plan: Plan, reduction: Reduction, layout: Layout, task: Task, itemsize: int, samples: int = 0) -> int:
+    """Peak bytes of a task, without the potentials themselves; with so many ``samples`` drawn, or best states found."""
     batch, leaves = layout.batch, reduction.leaf_layouts(layout)
     mask = 1 / itemsize
     account = _Account()
@@ -105,7 +105,19 @@ def predict(plan: Plan, reduction: Reduction, layout: Layout, task: Task, itemsi
         kept, besides = reduction.belief_entries(batch)
         account.hold("beliefs", kept)
         account.briefly(besides)
+    if samples:
+        _states(plan, samples * batch, reduction.graph.num_variables, account, 8 / itemsize)
     return int(account.peak * itemsize)
+
+
+def _states(plan: Plan, members: int, variables: int, account: _Account, index: float) -> None:
+    """Assignments of all variables for so many members, chosen round by round; an index takes ``index`` entries."""
+    account.hold("states", members * variables * index)
+    for step in plan.rounds:
+        if step.variables.numel():
+            choices, others = members * step.rows, len(step.sizes) - 1
+            # the known states, each table's cells, and a handful of tables over the eliminated variable's states
+            account.briefly(choices * (index * (others + 3) + 5 * step.sizes[0]))
 
 
 def _backward(

@@ -57,13 +57,15 @@ class Planner:
         self.neighbours = adjacency(graph.num_variables, (s for leaf in self.scopes for s in leaf))
         self._orders: dict[Order, tuple[list[int], Shape]] = {}
         self._plans: dict[Order, Plan] = {}
-        self._predictions: dict[tuple[Order, Layout, Task, int], int] = {}
+        self._predictions: dict[tuple[Order, Layout, Task, int, int], int] = {}
 
-    def choose(self, order: Order, layout: Layout, task: Task, itemsize: int, limit: float = math.inf) -> Choice:
+    def choose(
+        self, order: Order, layout: Layout, task: Task, itemsize: int, limit: float = math.inf, samples: int = 0
+    ) -> Choice:
         """The cheapest order that stays within ``limit`` bytes; if none does, the one that needs least."""
         choices = []
         for name in self._candidates(order, layout.batch):
-            choice = Choice(name, self.shape(name).width, self._predict(name, layout, task, itemsize))
+            choice = Choice(name, self.shape(name).width, self._predict(name, layout, task, itemsize, samples))
             if choice.bytes_needed <= limit:
                 return choice
             choices.append(choice)
@@ -131,22 +133,26 @@ class Planner:
         free = set(self.free)
         return [int(variable) for variable in order if variable in free]
 
-    def _predict(self, name: Order, layout: Layout, task: Task, itemsize: int) -> int:
+    def _predict(self, name: Order, layout: Layout, task: Task, itemsize: int, samples: int) -> int:
         shape = self.shape(name)
         if shape.message_entries > HOPELESS:
             return shape.message_entries * layout.batch * itemsize
-        key = name, layout, task, itemsize
+        key = name, layout, task, itemsize, samples
         if key not in self._predictions:
-            self._predictions[key] = predict(self.plan(name), self.reduction, layout, task, itemsize)
+            self._predictions[key] = predict(self.plan(name), self.reduction, layout, task, itemsize, samples)
         return self._predictions[key]
 
 
 def planner_for(model: FactorGraph | LogPotentials) -> Planner:
-    """The planner for a graph and the variables that are observed in all members of a batch, kept with the graph."""
+    """The planner for a graph and the variables that are observed in all members of a batch, kept with the graph.
+
+    A variable with a single state counts as observed.
+    """
     graph = model if isinstance(model, FactorGraph) else model.graph
-    observed = np.zeros(graph.num_variables, dtype=bool)
+    seen = graph.state_counts == 1
     if isinstance(model, LogPotentials) and model.observed is not None:
-        observed = (model.observed >= 0).all(0).cpu().numpy()
+        seen = seen | (model.observed >= 0).all(0)
+    observed = seen.cpu().numpy()
     planners: dict[bytes, Planner] = graph.compiled_as("exact planners", dict)
     key = observed.tobytes()
     planner = planners.pop(key, None) or Planner(graph, observed)

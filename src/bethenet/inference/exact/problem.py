@@ -25,14 +25,18 @@ class Problem:
         task: what will be asked for.
         order: the elimination order, or how to find it.
         memory_limit: bytes.
+        samples: how many assignments `states` will be asked for.
 
     Raises:
         MemoryLimitError: no order found stays within the limit; nothing has been allocated.
         ImpossibleEvidenceError: some member of the batch has probability zero.
     """
 
-    def __init__(self, potentials: LogPotentials, task: Task, order: Order, memory_limit: int | None) -> None:
+    def __init__(
+        self, potentials: LogPotentials, task: Task, order: Order, memory_limit: int | None, samples: int = 0
+    ) -> None:
         self.task = task
+        self.samples = samples
         self.dtype = potentials.dtype
         self.potentials = potentials
         self.planner = planner_for(potentials)
@@ -59,9 +63,9 @@ class Problem:
                 beliefs = Beliefs(beliefs.regions, [table.to(self.dtype) for table in beliefs.log_tables])
         return beliefs
 
-    def states(self, samples: int, choose: Choose) -> Int[Tensor, "samples batch variables"]:
+    def states(self, choose: Choose) -> Int[Tensor, "samples batch variables"]:
         """Complete assignments, each variable's state chosen given those it depends on."""
-        potentials = self.potentials
+        potentials, samples = self.potentials, self.samples
         shape = (samples, potentials.batch_size, potentials.graph.num_variables)
         states = torch.zeros(shape, dtype=torch.long, device=potentials.device)
         if potentials.observed is not None:
@@ -71,7 +75,8 @@ class Problem:
         return elimination.choose_states(self.plan, self.trace, states, choose)
 
     def _choose(self, dtype: torch.dtype) -> Choice:
-        return self.planner.choose(self.order, Layout.of(self.potentials), self.task, dtype.itemsize, self.limit)
+        layout = Layout.of(self.potentials)
+        return self.planner.choose(self.order, layout, self.task, dtype.itemsize, self.limit, self.samples)
 
     def _collect(self) -> Float[Tensor, " batch"]:
         """The forward pass, in the fastest arithmetic that the model's range allows."""

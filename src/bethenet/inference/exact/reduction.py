@@ -1,5 +1,7 @@
 """`Reduction`: the model that is left once observed variables are removed, and the way back to beliefs about all of it.
 
+Variables with a single state are removed with them.
+
 Tables are sliced at the observed states. What then has no variable left is a constant; what has one is added to that
 variable's unary log-table; the rest are the *leaves* that elimination starts from.
 """
@@ -48,7 +50,7 @@ class Reduction:
 
     Args:
         graph: the structure.
-        observed: which variables are observed.
+        observed: which variables are observed, or have one state.
     """
 
     def __init__(self, graph: FactorGraph, observed: Bool[np.ndarray, " variables"]) -> None:
@@ -266,8 +268,9 @@ class Reduction:
 
 
 def _states(potentials: LogPotentials, variables: Tensor) -> Int[Tensor, "batch variables"]:
-    assert potentials.observed is not None
-    return potentials.observed[:, variables]
+    if potentials.observed is None:
+        return torch.zeros(1, variables.numel(), dtype=torch.long, device=variables.device)
+    return potentials.observed[:, variables].clamp(min=0)  # a variable of one state need not have been observed
 
 
 def _pick(table: Tensor, cells: Int[Tensor, "batch rows"]) -> Tensor:
