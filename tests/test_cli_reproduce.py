@@ -148,7 +148,13 @@ def test_a_prediction_has_not_converged(model):
     assert "network did not converge: predicted" in result.stderr
 
 
+def test_sweeps_may_follow_a_network(model):
+    found = json.loads(run(*model, "--max-iterations", 200).stdout)
+    assert (found["method"], found["status"]) == ("network", "converged")
+    assert found["iterations"] > 1
+
+
 def test_a_network_has_no_tolerance(model):
-    assert "--tolerance: the method 'network' has no such option; it has --network" in (
+    assert "--tolerance: the method 'network' has no such option; it has --max-iterations, --network" in (
         run(*model, "--tolerance", 0.1, code=2).stderr.replace("\n", " ")
     )

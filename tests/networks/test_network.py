@@ -1,9 +1,11 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from bethenet import FactorGraph, LogPotentials, Status, free_energy
+from bethenet.inference.bp import BeliefPropagation
 from bethenet.inference.exact import Exact
 from bethenet.networks import (
     ConsistentHead,
@@ -115,6 +117,28 @@ def test_the_engine_is_honest_about_what_it_did():
         assert result.iterations.tolist() == [1, 1, 1]
         torch.testing.assert_close(result.residual, result.beliefs.inconsistency())
         torch.testing.assert_close(result.log_z, -free_energy(potentials, result.beliefs))
+
+
+def test_sweeps_after_the_forward_pass():
+    """They end nearer to belief propagation's fixed point, and with enough of them at it."""
+    torch.manual_seed(0)
+    potentials = models(4)
+    fixed = BeliefPropagation(tolerance=1e-7).run(potentials).beliefs.node_marginals
+    engine = NetworkInference(InferenceNetwork(RegionNetwork(4, 2), ConsistentHead()))
+    engine.fit(potentials, FitOptions(steps=5))
+    results = [replace(engine, max_iterations=count).run(potentials) for count in (0, 3, 200)]
+    errors = [float((result.beliefs.node_marginals - fixed).abs().max()) for result in results]
+    assert errors[0] > 2 * errors[1] > 2 * errors[2]
+    assert errors[2] < 1e-4
+    assert [result.method for result in results] == ["network"] * 3
+    assert results[0].status is Status.PREDICTED
+    assert results[2].status is Status.CONVERGED
+    assert results[1].iterations.max() <= 3
+    with pytest.raises(ValueError, match="expected at least 0, got -1"):
+        replace(engine, max_iterations=-1)
+    kikuchi = InferenceNetwork(RegionNetwork(2, 1), PenalizedHead(), plaquettes)
+    with pytest.raises(ValueError, match="Bethe's regions, and no other"):
+        NetworkInference(kikuchi, max_iterations=2)
 
 
 def test_log_z_has_the_beliefs_as_gradient():
