@@ -83,7 +83,7 @@ def grouped(
         ValueError: a variable does not exist, or stands in a scope twice, or a scope has more than `MAX_ARITY`
             variables; the factor is named.
     """
-    distinct = torch.unique(state_counts)
+    distinct = state_counts[:1] if _all_alike(state_counts) else torch.unique(state_counts)
     variable_groups = tuple(
         VariableGroup(int(states), torch.nonzero(state_counts == states).flatten()) for states in distinct
     )
@@ -129,7 +129,7 @@ def _check_scopes(ids: Tensor, scopes: Tensor, variables: int) -> None:
         raise ValueError(f"factor {int(ids[0])}: expected at most {MAX_ARITY} variables, got {scopes.shape[1]}")
     if scopes.shape[1] < 2:
         return
-    ordered = scopes.sort(dim=1).values
+    ordered = scopes.sort(dim=1).values if scopes.shape[1] > 2 else scopes
     repeated = ordered[:, 1:] == ordered[:, :-1]
     if repeated.any():
         row, axis = (int(i) for i in torch.nonzero(repeated)[0])
@@ -148,13 +148,19 @@ def _split_by_shape(counts: Tensor, scopes: Tensor) -> list[tuple[tuple[int, ...
         return []
     if scopes.shape[1] == 0:
         return [((), slice(None))]
+    if _all_alike(counts):  # no need to look at the scopes
+        return [((int(counts[0]),) * scopes.shape[1], slice(None))]
     shapes = counts[scopes]
-    if bool((shapes == shapes[0]).all()):
+    if _all_alike(shapes):
         return [(tuple(shapes[0].tolist()), slice(None))]
     distinct, member_of = torch.unique(shapes, dim=0, return_inverse=True)
     return [
         (tuple(shape), torch.nonzero(member_of == number).flatten()) for number, shape in enumerate(distinct.tolist())
     ]
+
+
+def _all_alike(rows: Tensor) -> bool:
+    return bool((rows == rows[:1]).all())
 
 
 def checked_state_counts(state_counts: Sequence[int] | Tensor) -> Int[Tensor, " variables"]:
