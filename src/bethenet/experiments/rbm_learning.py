@@ -211,7 +211,8 @@ def time_epoch(name: str, *, device: str = "cpu", repeats: int = 3) -> Record:
     Of slow learners 20 minibatches are timed and scaled up.
     """
     data, recipe = paper_digits(), shortened(RECIPES[name], 1)
-    rows = 20 * BATCH_SIZE if recipe.slow else len(data.train)
+    whole = len(data.train)
+    rows = 20 * BATCH_SIZE if recipe.slow else whole
     data = replace(data, train=data.train[:rows])
     walls, processors = [], []
     for repeat in range(repeats + 1):
@@ -220,7 +221,7 @@ def time_epoch(name: str, *, device: str = "cpu", repeats: int = 3) -> Record:
         if repeat:  # the first is for warming up
             walls.append(result.seconds)
             processors.append(time.process_time() - began)
-    scale = 7188 / rows
+    scale = whole / rows
     return {"wall": scale * median(walls), "processors": scale * median(processors)}
 
 
