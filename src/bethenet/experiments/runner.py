@@ -88,6 +88,7 @@ def run_experiment(experiment: Experiment, settings: Settings) -> list[Path]:
     if not any(settings.selects(cell) for cell in cells):
         keys = ", ".join(cell.key for cell in cells)
         raise ValueError(f"only: expected patterns of some of {keys}; got {', '.join(settings.only)}")
+    settings.output.mkdir(parents=True, exist_ok=True)  # what cannot be a folder is named as the user wrote it
     folder = settings.output / "cells" / experiment.name
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, dict[str, Any]] = {}
