@@ -4,6 +4,7 @@
 
 Every case runs in a process of its own, so that its peak is its own. *Plan* is the first call's planning (elimination
 order, rounds, predicted bytes), done once for a graph; the other times are medians of several calls after a first one.
+*Busy* is the processor time of all threads, which other programs disturb less than they do the wall clock.
 *Tensors* is the peak of PyTorch's allocations during the call (the profiler's record of the allocator on a CPU, the
 allocator's own statistics on a GPU), *process* how much the whole process grew, planning and all.
 
@@ -107,20 +108,20 @@ def measure_case(name: str, device: str, threads: int) -> list[dict[str, Any]]:
     Exact().run(grid(3).to(device))
     before = resident()
     potentials = build().to(device)
-    started = time.perf_counter()
-    Exact().predicted_bytes(potentials)
-    planning = time.perf_counter() - started
+    planning, planning_busy = timed(Exact().predicted_bytes, potentials)
     rows = []
     for task in tasks:
-        times = [timed(task, potentials) for _ in range(1 + REPEATS)]
+        first, *times = [timed(task, potentials) for _ in range(1 + REPEATS)]
         rows.append(
             {
                 "case": name,
                 "task": task.__name__,
                 "plan_seconds": planning,
-                "first_seconds": times[0],
-                "seconds": statistics.median(times[1:]),
-                "slowest_seconds": max(times[1:]),
+                "plan_busy_seconds": planning_busy,
+                "first_seconds": first[0],
+                "seconds": statistics.median(wall for wall, _ in times),
+                "slowest_seconds": max(wall for wall, _ in times),
+                "busy_seconds": statistics.median(busy for _, busy in times),
                 "process_bytes": resident() - before,
             }
         )
@@ -129,12 +130,13 @@ def measure_case(name: str, device: str, threads: int) -> list[dict[str, Any]]:
     return rows
 
 
-def timed(task: Callable[[LogPotentials], object], potentials: LogPotentials) -> float:
-    started = time.perf_counter()
+def timed(task: Callable[[LogPotentials], object], potentials: LogPotentials) -> tuple[float, float]:
+    """Seconds by the wall clock, and of processor time."""
+    started, busy = time.perf_counter(), time.process_time()
     result = task(potentials)
     if potentials.device.type == "cuda":
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - started, time.process_time() - busy
     del result
     return seconds
 
@@ -189,23 +191,28 @@ def compare_with_peer(size: int) -> list[dict[str, Any]]:
             model.add_edge(names[scope[0]], names[scope[1]])
         table = potentials.table(factor)[0].exp().numpy()
         model.add_factors(DiscreteFactor([names[v] for v in scope], table.shape, table))
-    started = time.perf_counter()
-    theirs = []
-    for name in names:
-        values = VariableElimination(model).query([name], show_progress=False).values
-        theirs.append(values / values.sum())
-    peer = time.perf_counter() - started
-    started = time.perf_counter()
-    ours = Exact().marginals(potentials).node_marginals[0]
-    first = time.perf_counter() - started
-    times = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        Exact().marginals(potentials)
-        times.append(time.perf_counter() - started)
-    gap = float(np.abs(ours.numpy() - np.array(theirs)).max())
-    row = {"grid": size, "peer_seconds": peer, "first_seconds": first, "seconds": statistics.median(times)}
-    return [row | {"largest_difference": gap}]
+    theirs: list[np.ndarray] = []
+
+    def query(_: LogPotentials) -> None:
+        for name in names:
+            values = VariableElimination(model).query([name], show_progress=False).values
+            theirs.append(values / values.sum())
+
+    peer = timed(query, potentials)
+    first, *times = [timed(Exact().marginals, potentials) for _ in range(1 + REPEATS)]
+    gap = float(np.abs(Exact().marginals(potentials).node_marginals[0].numpy() - np.array(theirs)).max())
+    return [
+        {
+            "grid": size,
+            "peer_seconds": peer[0],
+            "peer_busy_seconds": peer[1],
+            "first_seconds": first[0],
+            "first_busy_seconds": first[1],
+            "seconds": statistics.median(wall for wall, _ in times),
+            "busy_seconds": statistics.median(busy for _, busy in times),
+            "largest_difference": gap,
+        }
+    ]
 
 
 def in_own_process(function: Callable[..., list[dict[str, Any]]], *arguments: object) -> list[dict[str, Any]]:
@@ -214,17 +221,19 @@ def in_own_process(function: Callable[..., list[dict[str, Any]]], *arguments: ob
 
 
 def show(console: Console, rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> None:
-    table = Table("case", "task", "plan s", "first s", "s", "tensors", "process", title="bucket elimination, float64")
+    table = Table("case", "task", "plan s", "first s", "s", "busy s", "tensors", "process")
+    table.title = "bucket elimination, float64"
     for row in rows:
-        numbers = [f"{row[key]:.3f}" for key in ("plan_seconds", "first_seconds", "seconds")]
+        numbers = [f"{row[key]:.3f}" for key in ("plan_seconds", "first_seconds", "seconds", "busy_seconds")]
         table.add_row(row["case"], row["task"], *numbers, human(row["tensor_bytes"]), human(row["process_bytes"]))
     console.print(table)
     if peers:
-        table = Table("grid", "pgmpy s", "first call s", "s", "ratio", "first ratio", "difference")
+        table = Table("grid", "pgmpy busy s", "first call busy s", "busy s", "ratio", "first ratio", "difference")
         table.title = "all node marginals beside pgmpy's variable elimination"
         for row in peers:
-            ratio, first = (row["peer_seconds"] / row[key] for key in ("seconds", "first_seconds"))
-            numbers = [f"{row[key]:.4f}" for key in ("peer_seconds", "first_seconds", "seconds")]
+            columns = ("peer_busy_seconds", "first_busy_seconds", "busy_seconds")
+            numbers = [f"{row[key]:.4f}" for key in columns]
+            ratio, first = (row["peer_busy_seconds"] / row[key] for key in ("busy_seconds", "first_busy_seconds"))
             size = f"{row['grid']} x {row['grid']}"
             table.add_row(size, *numbers, f"{ratio:.0f}", f"{first:.0f}", f"{row['largest_difference']:.0e}")
         console.print(table)
@@ -259,6 +268,7 @@ def main() -> None:
             "torch": torch.__version__,
             "pgmpy": version,
             "device": device or platform.machine(),
+            "cores": os.cpu_count(),
             "threads": arguments.threads,
             "load_before_and_after": load,
             "seed": SEED,
