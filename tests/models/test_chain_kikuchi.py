@@ -12,11 +12,10 @@ from chains import potentials_of, random_tables, random_unary
 from oracle import enumerate_model
 
 
-def region_beliefs(found, unary, transitions, core):
-    """The result as beliefs of the cluster variation method's regions; the core's by enumeration."""
+def region_beliefs(found, sent, unary, transitions, core):
+    """The result as beliefs of the cluster variation method's regions; the core's by enumeration given messages."""
     _batch, steps, states = unary.shape
     order = transitions.shape[0]
-    sent = found.messages
     received = sent.backward[:, order:].sum(0)
     for row in range(order - core):
         received = received + sent.forward[row, row : row + steps]
@@ -39,12 +38,14 @@ def region_beliefs(found, unary, transitions, core):
 
 
 @pytest.mark.parametrize(("order", "core", "steps"), [(3, 2, 6), (2, 1, 6), (3, 1, 5), (4, 2, 6), (4, 3, 6)])
-@pytest.mark.parametrize("iterations", [0, 2])
-def test_the_free_energy_is_that_of_the_cluster_variation_method(order, core, steps, iterations):
+@pytest.mark.parametrize(("iterations", "scaling"), [(0, 0), (2, 0), (2, 2)])
+def test_the_free_energy_is_that_of_the_cluster_variation_method(order, core, steps, iterations, scaling):
     transitions, _ = random_tables("pairwise", order, 2)
     unary = random_unary(2, steps, 2)
-    found = ChainKikuchi(core, iterations).run(unary, transitions)
-    potentials, beliefs = region_beliefs(found, unary, transitions, core)
+    found = ChainKikuchi(core, iterations, scaling=scaling).run(unary, transitions)
+    # the core's beliefs are by the messages before the long pairs' were scaled
+    before = ChainKikuchi(core, iterations).run(unary, transitions)
+    potentials, beliefs = region_beliefs(found, before.messages, unary, transitions, core)
     torch.testing.assert_close(found.log_z, -free_energy(potentials, beliefs.detach()), atol=1e-10, rtol=0)
     truth = torch.autograd.grad(-free_energy(potentials, beliefs.detach()).sum(), [unary, transitions])
     gradient = torch.autograd.grad(found.log_z.sum(), [unary, transitions])
@@ -66,6 +67,18 @@ def test_at_the_fixed_point_beliefs_agree_and_the_free_energy_is_stationary(orde
     assert torch.autograd.gradcheck(
         lambda u, w: engine.run(u, w).log_z, (unary[:1, :4].detach().requires_grad_(), transitions), atol=1e-6
     )
+
+
+def test_scaled_beliefs_agree_and_their_log_z_is_below_the_best_ones():
+    transitions, _ = random_tables("pairwise", 3, 3)
+    unary = random_unary(30, 9, 3) * 2
+    best = ChainKikuchi(iterations=300, damping=0.3, tolerance=1e-12).run(unary, transitions)
+    assert (best.residual <= 1e-12).all()
+    astray, scaled = (ChainKikuchi(iterations=1, scaling=scaling).run(unary, transitions) for scaling in (0, 100))
+    assert astray.inconsistency().amax() > 0.05
+    assert scaled.inconsistency().amax() < 1e-8
+    assert (astray.log_z > best.log_z).any()
+    assert (scaled.log_z < best.log_z + 1e-10).all()
 
 
 def test_it_is_exact_where_only_the_core_joins_and_nearer_than_bethe_otherwise():
@@ -129,6 +142,8 @@ def test_wrong_input():
     transitions, _ = random_tables("pairwise", 2, 3)
     with pytest.raises(ValueError, match="core: expected less than the chain's order 2, got 2"):
         ChainKikuchi(2).run(random_unary(1, 4, 3), transitions)
+    with pytest.raises(ValueError, match="scaling: expected at least 0"):
+        ChainKikuchi(scaling=-1)
     with pytest.raises(ValueError, match="core: expected at least 1"):
         ChainKikuchi(0)
     with pytest.raises(ValueError, match="lag: expected 2 to 2"):

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from bethenet.learning import ByNetwork, DirectLikelihood, Likelihood, Objective
-from bethenet.learning.chains import AmortizedChainLikelihood, ChainLikelihood, CouplingPenalty
+from bethenet.learning.chains import AmortizedChainLikelihood, ChainLikelihood, CouplingPenalty, Unclamped
 from bethenet.learning.elbo import EvidenceLowerBound, ImportanceWeightedBound
 from bethenet.learning.posteriors import FirstOrderPosterior, InputBaseline, MeanFieldPosterior, PosteriorOptions
 from bethenet.models import ChainBeliefPropagation, ChainKikuchi, DirectedHMM, HMMOptions, UndirectedHMM
@@ -24,7 +24,7 @@ from bethenet.networks import (
 )
 from bethenet.networks.marginals import MarginalNetwork, MarginalNetworkOptions
 
-Method = Literal["exact", "bp", "kikuchi", "network", "amortized", "mean field", "importance", "first order"]
+Method = Literal["exact", "messages", "network", "amortized", "mean field", "importance", "first order"]
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,13 @@ class Recipe:
     """Minibatches over which the learning rates rise."""
     iterations: int = 1
     """Of the engine, a minibatch."""
-    persistent: bool = True
-    """Whether the chain without words goes on from where it was."""
+    unclamped: Unclamped = "persistent"
+    """How the chain without words is treated, see `ChainLikelihood`."""
+    core: int = 0
+    """Lags up to this one are treated exactly: 0 is belief propagation, more is Kikuchi's."""
+    damping: float = 0.0
+    scaling: int = 0
+    """Of Kikuchi's beliefs, see `ChainKikuchi`."""
     penalties: tuple[float, ...] = ()
     """Of the couplings: one weight a lag, see `CouplingPenalty`."""
     flooding: int = 0
@@ -98,17 +103,22 @@ def objective_of(recipe: Recipe, model: HiddenChain, vocabulary: int, longest: i
     penalty = CouplingPenalty(recipe.penalties) if recipe.penalties else None
     if recipe.method == "network":
         return _paper(recipe, model, vocabulary, longest)
-    if recipe.method == "kikuchi":
-        kikuchi = ChainKikuchi(iterations=recipe.iterations, domain=model.options.domain)
-        return ChainLikelihood(model, kikuchi, persistent=recipe.persistent, regularizer=penalty)
-    sweeps = ChainBeliefPropagation("sweeps", recipe.iterations)
-    if recipe.method == "bp":
-        return ChainLikelihood(model, sweeps, persistent=recipe.persistent, regularizer=penalty)
+    engine = _engine(recipe, model.options.domain)
+    if recipe.method == "messages":
+        return ChainLikelihood(model, engine, unclamped=recipe.unclamped, regularizer=penalty)
     if recipe.method != "amortized":
         raise ValueError(f"method: {recipe.method!r} is for directed models")
     sizes = MarginalNetworkOptions(recipe.word, recipe.node, recipe.node, recipe.width, recipe.layers)
     network = MarginalNetwork(vocabulary, model.options.states, longest, sizes)
-    return AmortizedChainLikelihood(model, network, sweeps, flooding=recipe.flooding, regularizer=penalty)
+    return AmortizedChainLikelihood(
+        model, network, engine, flooding=recipe.flooding, unclamped=recipe.unclamped, regularizer=penalty
+    )
+
+
+def _engine(recipe: Recipe, domain: Domain) -> ChainBeliefPropagation | ChainKikuchi:
+    if recipe.core == 0:
+        return ChainBeliefPropagation("sweeps", recipe.iterations, recipe.damping)
+    return ChainKikuchi(recipe.core, recipe.iterations, recipe.damping, scaling=recipe.scaling, domain=domain)
 
 
 def _variational(recipe: Recipe, model: DirectedHMM, vocabulary: int) -> Objective:

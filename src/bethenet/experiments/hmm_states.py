@@ -106,7 +106,7 @@ def _draw(settings: Settings, figures: Figures) -> Path:
             if not points:
                 continue
             reached += [nll for _, nll in points]
-            style, colour = METHODS[recipe.method], f"C{states.index(recipe.states)}"
+            style, colour = METHODS[name.rpartition("-")[0]], f"C{states.index(recipe.states)}"
             axis.plot(*zip(*points, strict=True), style, color=colour, marker=".", label=recipe.label)
     if reached:
         axis.set_xscale("log")

@@ -29,7 +29,7 @@ RECIPES = {
         "Directed: first-order HMM VAE", "first order", directed=True, word=64, layers=3, network_rate=3e-4
     ),
     "exact": Recipe("Undirected: exact", "exact", start=0.3),
-    "bp": Recipe("Undirected: loopy BP", "bp", embedding=64, iterations=5, persistent=False),
+    "bp": Recipe("Undirected: loopy BP", "messages", embedding=64, iterations=5, unclamped="cold"),
     "network": Recipe(
         "Undirected: inference network",
         "network",
@@ -40,8 +40,8 @@ RECIPES = {
         clip_norm=1.0,
         schedule="constant",
     ),
-    "bp-l2": Recipe("Ours: BP, persistent, L2", "bp", start=0.3, penalties=(0.0, 30.0, 30.0)),
-    "kikuchi": Recipe("Ours: Kikuchi, persistent", "kikuchi", start=0.3, iterations=2),
+    "bp-l2": Recipe("Ours: BP, persistent, L2", "messages", start=0.3, penalties=(0.0, 30.0, 30.0)),
+    "kikuchi": Recipe("Ours: Kikuchi, persistent", "messages", core=2, start=0.3, iterations=2),
     "amortized": Recipe("Ours: semi-amortised network", "amortized", start=0.3, flooding=3, node=50),
 }
 """Rows by name, in the order of the table. The first of each group are the paper's."""

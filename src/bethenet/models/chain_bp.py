@@ -12,8 +12,9 @@ the edges that begin at a step are then a column, and those that end there a dia
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -36,6 +37,17 @@ class ChainMessages(NamedTuple):
     def from_row(self, row: int) -> ChainMessages:
         """Of the batch's members from ``row`` on."""
         return ChainMessages(self.forward[:, :, row:], self.backward[:, :, row:])
+
+    def joined(self, others: ChainMessages) -> ChainMessages:
+        """Those of these members and then of others."""
+        return ChainMessages(
+            torch.cat([self.forward, others.forward], 2), torch.cat([self.backward, others.backward], 2)
+        )
+
+    def beyond(self, core: int) -> ChainMessages:
+        """Those along the lags over ``core``."""
+        lags = len(self.forward) - core
+        return ChainMessages(self.forward[:lags], self.backward[:lags])
 
     def after(self, rows: int) -> ChainMessages:
         """The same behind ``rows`` members with uniform messages."""
@@ -116,12 +128,7 @@ class ChainBeliefPropagation:
     def __post_init__(self) -> None:
         if self.schedule not in ("sweeps", "flooding"):
             raise ValueError(f"schedule: expected 'sweeps' or 'flooding', got {self.schedule!r}")
-        if self.iterations < 0:
-            raise ValueError(f"iterations: expected at least 0, got {self.iterations}")
-        if not 0 <= self.damping < 1:
-            raise ValueError(f"damping: expected a number from 0 to below 1, got {self.damping}")
-        if not self.tolerance >= 0:
-            raise ValueError(f"tolerance: expected a number of at least 0, got {self.tolerance}")
+        check_iterations(self)
 
     def run(
         self,
@@ -142,16 +149,38 @@ class ChainBeliefPropagation:
         """
         with torch.no_grad():
             passing = Passing(self.damping, unary.detach(), transitions.detach(), lengths, messages)
-            old = passing.node_log_marginals()
-            residual = unary.new_full((unary.shape[0],), math.inf)
-            for _ in range(self.iterations):
-                passing.flood() if self.schedule == "flooding" else passing.sweep()
-                new = passing.node_log_marginals()
-                change = (new.exp() - old.exp()).abs() * passing.real
-                residual, old = change.amax((0, 2)), new
-                if self.tolerance and bool((residual <= self.tolerance).all()):
-                    break
-        return passing.beliefs(unary, transitions, old, residual)
+            update = passing.flood if self.schedule == "flooding" else lambda nodes: passing.sweep()
+            nodes, residual = passing.iterate(self, update)
+        return passing.beliefs(unary, transitions, nodes, residual)
+
+
+class Iterations(Protocol):
+    """What the options of the engines have in common."""
+
+    @property
+    def iterations(self) -> int:
+        """At most so many."""
+        ...
+
+    @property
+    def damping(self) -> float:
+        """Share of the old log-message that is kept."""
+        ...
+
+    @property
+    def tolerance(self) -> float:
+        """Change of the marginals at which to stop; 0: never look."""
+        ...
+
+
+def check_iterations(options: Iterations) -> None:
+    """Raise `ValueError` where options cannot be."""
+    if options.iterations < 0:
+        raise ValueError(f"iterations: expected at least 0, got {options.iterations}")
+    if not 0 <= options.damping < 1:
+        raise ValueError(f"damping: expected a number from 0 to below 1, got {options.damping}")
+    if not options.tolerance >= 0:
+        raise ValueError(f"tolerance: expected a number of at least 0, got {options.tolerance}")
 
 
 class Passing:
@@ -197,6 +226,23 @@ class Passing:
         self.edge_real = inside.unsqueeze(3).to(unary.dtype)
         self.masked = lengths is not None
 
+    def iterate(
+        self, options: Iterations, update: Callable[[Tensor], None]
+    ) -> tuple[Float[Tensor, "steps batch states"], Float[Tensor, " batch"]]:
+        """(log-marginals of the nodes, their largest change in the last iteration). An iteration is an ``update``,
+        which is given those before it.
+        """
+        nodes = self.node_log_marginals()
+        residual = self.unary.new_full((self.unary.shape[1],), math.inf)
+        for _ in range(options.iterations):
+            update(nodes)
+            new = self.node_log_marginals()
+            change = (new.exp() - nodes.exp()).abs() * self.real
+            residual, nodes = change.amax((0, 2)), new
+            if options.tolerance and bool((residual <= options.tolerance).all()):
+                break
+        return nodes, residual
+
     def _pass(self, cavities: Tensor, tables: Tensor, old: Tensor) -> Tensor:
         """New log-messages ``[order, ..., states]`` from what their senders know."""
         maximum = cavities.amax(-1, keepdim=True)
@@ -223,9 +269,8 @@ class Passing:
             sent = self._pass(cavities, tables, target if damping else arriving)
             target.copy_(sent * self.real[step] if self.masked else sent)
 
-    def flood(self) -> None:
-        """All messages from the previous ones."""
-        known = self.known()
+    def flood(self, known: Float[Tensor, "steps batch states"]) -> None:
+        """All messages from the previous ones and the nodes' log-beliefs (up to a constant) by them."""
         forward, backward = self._forwards(known), self._backwards(known)
         self.forward[:, self.order :], self.backward[:, self.order :] = forward, backward
 
@@ -259,13 +304,9 @@ class Passing:
         """Sum of all log-messages to each step."""
         return self.backward[:, self.order :].sum(0) + self._arriving()
 
-    def known(self) -> Float[Tensor, "steps batch states"]:
-        """Log-beliefs of the single states, up to a constant."""
-        return self.unary + self.received()
-
     def node_log_marginals(self) -> Float[Tensor, "steps batch states"]:
         """Log-beliefs of the single states."""
-        return self.known().log_softmax(-1)
+        return (self.unary + self.received()).log_softmax(-1)
 
     def edge_energy(self, known: Tensor) -> tuple[EdgeFactors, Float[Tensor, " batch"]]:
         """The pair beliefs as products, given the nodes' log-beliefs, and what the edges add to the free energy

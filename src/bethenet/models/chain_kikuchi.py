@@ -11,14 +11,13 @@ entropies of its two nodes. All counting numbers are those of the cluster variat
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from bethenet.models.chain_bp import ChainBeliefs, ChainMessages, Envelope, Passing
+from bethenet.models.chain_bp import ChainBeliefs, ChainMessages, Envelope, Passing, check_iterations
 from bethenet.models.chain_dp import Domain, log_z
 from bethenet.models.chain_tables import ChainTables
 
@@ -34,6 +33,10 @@ class ChainKikuchi:
     """Share of the old log-message that is kept."""
     tolerance: float = 0.0
     """Stop once no marginal changes by more. 0: never look, so never wait for the device."""
+    scaling: int = 0
+    """Iterations of proportional fitting that bring the long pairs' beliefs to agree with the core chain's at the end.
+    With agreement log Z is never above what the best beliefs give, so a model cannot raise it by making messages stray.
+    """
     domain: Domain = "auto"
     """Arithmetic of the core chain: see ``chain_dp.prefix_log_z``."""
     memory_limit: int | None = None
@@ -41,12 +44,9 @@ class ChainKikuchi:
     def __post_init__(self) -> None:
         if self.core < 1:
             raise ValueError(f"core: expected at least 1, got {self.core}")
-        if self.iterations < 0:
-            raise ValueError(f"iterations: expected at least 0, got {self.iterations}")
-        if not 0 <= self.damping < 1:
-            raise ValueError(f"damping: expected a number from 0 to below 1, got {self.damping}")
-        if not self.tolerance >= 0:
-            raise ValueError(f"tolerance: expected a number of at least 0, got {self.tolerance}")
+        check_iterations(self)
+        if self.scaling < 0:
+            raise ValueError(f"scaling: expected at least 0, got {self.scaling}")
 
     def run(
         self,
@@ -66,26 +66,20 @@ class ChainKikuchi:
             raise ValueError(f"core: expected less than the chain's order {transitions.shape[0]}, got {self.core}")
         passing = _AroundCore(self, unary.detach(), transitions.detach(), lengths, messages)
         with torch.no_grad():
-            old = passing.known()
-            residual = unary.new_full((unary.shape[0],), math.inf)
-            for _ in range(self.iterations):
-                passing.flood()
-                new = passing.known()
-                change = (new.exp() - old.exp()).abs() * passing.real
-                residual, old = change.amax((0, 2)), new
-                if self.tolerance and bool((residual <= self.tolerance).all()):
-                    break
+            nodes, residual = passing.iterate(self, passing.flood)
             received = passing.received()
-            edges, energy = passing.edge_energy(old)
+            for _ in range(self.scaling):
+                passing.scale(nodes)
+            edges, energy = passing.edge_energy(nodes)
             # the core chain's log Z counts the messages as if they were potentials
-            borrowed = (old.exp() * received * passing.real).sum((0, 2))
+            borrowed = (nodes.exp() * received * passing.real).sum((0, 2))
         core = ChainTables.pairwise(transitions[: self.core])
         exact = log_z(
             unary + received.transpose(0, 1), core, lengths, domain=self.domain, memory_limit=self.memory_limit
         )
         around: Tensor = Envelope.apply(-energy - borrowed, None, transitions[self.core :], None, *edges)
         found = ChainMessages(passing.forward, passing.backward)
-        return ChainBeliefs(exact + around, old.transpose(0, 1), residual, found, edges, passing.order)
+        return ChainBeliefs(exact + around, nodes.transpose(0, 1), residual, found, edges, passing.order)
 
 
 class _AroundCore(Passing):
@@ -104,8 +98,8 @@ class _AroundCore(Passing):
         self.lengths = lengths
         self.core = ChainTables.pairwise(transitions[: options.core])
 
-    def known(self) -> Tensor:
-        """Log-marginals of the single states; zeros where there are none."""
+    def node_log_marginals(self) -> Tensor:
+        """Log-marginals of the single states in the core chain; zeros where there are none."""
         terms = (self.unary + self.received()).transpose(0, 1).detach().requires_grad_()
         options = self.options
         with torch.enable_grad():
