@@ -206,4 +206,4 @@ def test_quick_run_from_end_to_end(tmp_path, monkeypatch):
     record = json.loads(written[-1].read_text())
     assert set(record["cells"]) == {f"{method}-n4" for method in METHODS}
     assert run_experiment(TABLE_2, settings) == written
-    assert json.loads(written[1].read_text()) == record
+    assert json.loads(written[-1].read_text()) == record
