@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bethenet.beliefs import Beliefs
 from bethenet.graph import FactorGraph
-from bethenet.inference.engine import IterativeEngine
+from bethenet.inference.engine import IterativeEngine, State
 from bethenet.inference.starts import normal_like
 from bethenet.potentials import LogPotentials
 from bethenet.regions import RegionGraph
@@ -59,8 +59,66 @@ class BipartiteState(NamedTuple):
     to_left: Float[Tensor, "batch left right"]
 
 
+class BipartiteEngine(IterativeEngine):
+    """What engines on complete bipartite graphs have in common: the model as matrices, and the Bethe free energy."""
+
+    def prepare(self, potentials: LogPotentials) -> Machine:
+        """The model as matrices.
+
+        Raises:
+            ValueError: another graph than a complete bipartite one of binary variables; or impossible configurations
+                (hard evidence, say), which the engines for any graph can do.
+        """
+        layout = Layout.of(potentials.graph)
+        if potentials.has_zeros:
+            raise ValueError(f"{self.name} needs finite log-potentials: use the engine for any graph")
+        batch, terms = potentials.batch_size, potentials.node_terms[0]
+        fields = (terms[..., 1] - terms[..., 0]).expand(batch, layout.left + layout.right)
+        for number, rows in layout.unary:
+            table = potentials.tables[number]
+            odds = (table[..., 1] - table[..., 0]).expand(batch, -1)
+            fields = fields + odds if rows is None else fields.index_add(1, rows, odds.expand(-1, rows.numel()))
+        left_fields, right_fields = fields.split([layout.left, layout.right], 1)
+        pairs = potentials.tables[layout.pairs].expand(-1, layout.left * layout.right, 2, 2)
+        low, left_odds, right_odds = pairs[..., 0, 0], pairs[..., 1, 0], pairs[..., 0, 1]
+        shape = (-1, layout.left, layout.right)
+        weights = (pairs[..., 1, 1] - left_odds - (right_odds - low)).reshape(shape)
+        left_fields = left_fields + (left_odds - low).reshape(shape).sum(2)
+        right_fields = right_fields + (right_odds - low).reshape(shape).sum(1)
+        return Machine(potentials.graph, weights.expand(batch, *shape[1:]), left_fields, right_fields)
+
+    def log_z(
+        self, potentials: LogPotentials, problem: Machine, state: State, beliefs: Beliefs
+    ) -> Float[Tensor, " batch"]:
+        """Minus the Bethe free energy, each pair's belief exponentiated once."""
+        layout = Layout.of(potentials.graph)
+        pairs, nodes = beliefs.log_tables[layout.pairs].flatten(1), beliefs.node_log_tables[0]
+        with torch.no_grad():
+            chances, node_chances = pairs.exp(), nodes.exp()
+            joint = (chances * pairs).sum(1)
+            left, right = (node_chances * nodes).sum(2).split([layout.left, layout.right], 1)
+            entropy = (layout.right - 1) * left.sum(1) + (layout.left - 1) * right.sum(1) - joint
+        expected = _expected(potentials.tables[layout.pairs], chances.reshape(problem.batch_size, -1, 2, 2))
+        for number, rows in layout.unary:
+            read = node_chances if rows is None else node_chances[:, rows]
+            expected = expected + _expected(potentials.tables[number], read)
+        return entropy + expected + _expected(potentials.node_terms[0], node_chances)
+
+    @staticmethod
+    def collect(
+        problem: Machine, pairs: Float[Tensor, "batch left right 4"], odds: Float[Tensor, "batch variables"]
+    ) -> Beliefs:
+        """Beliefs from the pairs' log-beliefs (entries 00, 01, 10, 11) and the log-odds of single variables."""
+        nodes = F.logsigmoid(torch.stack([-odds, odds], dim=-1))
+        layout = Layout.of(problem.graph)
+        tables = {layout.pairs: pairs.reshape(problem.batch_size, -1, 2, 2)}
+        tables |= {number: nodes if rows is None else nodes[:, rows] for number, rows in layout.unary}
+        groups = range(len(problem.graph.factor_groups))
+        return Beliefs(RegionGraph.bethe(problem.graph), [*(tables[number] for number in groups), nodes])
+
+
 @dataclass(frozen=True)
-class BipartiteBeliefPropagation(IterativeEngine):
+class BipartiteBeliefPropagation(BipartiteEngine):
     """Loopy belief propagation for `RBM`s of binary units, and any other graph of that form.
 
     The residual is the largest change (nats) of a message to the left side, before damping.
@@ -86,31 +144,6 @@ class BipartiteBeliefPropagation(IterativeEngine):
             raise ValueError(f"noise: expected a number of at least 0, got {self.noise}")
         if not 0 <= self.damping < 1:
             raise ValueError(f"damping: expected at least 0 and less than 1, got {self.damping}")
-
-    def prepare(self, potentials: LogPotentials) -> Machine:
-        """The model as matrices.
-
-        Raises:
-            ValueError: another graph than a complete bipartite one of binary variables; or impossible configurations
-                (hard evidence, say), which `BeliefPropagation` can do.
-        """
-        layout = Layout.of(potentials.graph)
-        if potentials.has_zeros:
-            raise ValueError("bipartite belief propagation needs finite log-potentials: use BeliefPropagation")
-        batch, terms = potentials.batch_size, potentials.node_terms[0]
-        fields = (terms[..., 1] - terms[..., 0]).expand(batch, layout.left + layout.right)
-        for number, rows in layout.unary:
-            table = potentials.tables[number]
-            odds = (table[..., 1] - table[..., 0]).expand(batch, -1)
-            fields = fields + odds if rows is None else fields.index_add(1, rows, odds.expand(-1, rows.numel()))
-        left_fields, right_fields = fields.split([layout.left, layout.right], 1)
-        pairs = potentials.tables[layout.pairs].expand(-1, layout.left * layout.right, 2, 2)
-        low, left_odds, right_odds = pairs[..., 0, 0], pairs[..., 1, 0], pairs[..., 0, 1]
-        shape = (-1, layout.left, layout.right)
-        weights = (pairs[..., 1, 1] - left_odds - (right_odds - low)).reshape(shape)
-        left_fields = left_fields + (left_odds - low).reshape(shape).sum(2)
-        right_fields = right_fields + (right_odds - low).reshape(shape).sum(1)
-        return Machine(potentials.graph, weights.expand(batch, *shape[1:]), left_fields, right_fields)
 
     def init(
         self, problem: Machine, state: BipartiteState | None = None, generator: torch.Generator | None = None
@@ -143,29 +176,7 @@ class BipartiteBeliefPropagation(IterativeEngine):
         total = low + _softplus(left + high - low)
         pairs = torch.stack([-total, right - total, left - total, both - total], dim=-1)
         odds = torch.cat([problem.left_fields + state.to_left.sum(2), problem.right_fields + to_right.sum(1)], dim=1)
-        nodes = F.logsigmoid(torch.stack([-odds, odds], dim=-1))
-        layout = Layout.of(problem.graph)
-        tables = {layout.pairs: pairs.reshape(problem.batch_size, -1, 2, 2)}
-        tables |= {number: nodes if rows is None else nodes[:, rows] for number, rows in layout.unary}
-        groups = range(len(problem.graph.factor_groups))
-        return Beliefs(RegionGraph.bethe(problem.graph), [*(tables[number] for number in groups), nodes])
-
-    def log_z(
-        self, potentials: LogPotentials, problem: Machine, state: BipartiteState, beliefs: Beliefs
-    ) -> Float[Tensor, " batch"]:
-        """Minus the Bethe free energy, each pair's belief exponentiated once."""
-        layout = Layout.of(potentials.graph)
-        pairs, nodes = beliefs.log_tables[layout.pairs].flatten(1), beliefs.node_log_tables[0]
-        with torch.no_grad():
-            chances, node_chances = pairs.exp(), nodes.exp()
-            joint = (chances * pairs).sum(1)
-            left, right = (node_chances * nodes).sum(2).split([layout.left, layout.right], 1)
-            entropy = (layout.right - 1) * left.sum(1) + (layout.left - 1) * right.sum(1) - joint
-        expected = _expected(potentials.tables[layout.pairs], chances.reshape(problem.batch_size, -1, 2, 2))
-        for number, rows in layout.unary:
-            read = node_chances if rows is None else node_chances[:, rows]
-            expected = expected + _expected(potentials.tables[number], read)
-        return entropy + expected + _expected(potentials.node_terms[0], node_chances)
+        return self.collect(problem, pairs, odds)
 
     def state_from_beliefs(self, problem: Machine, beliefs: Beliefs) -> BipartiteState:
         """Messages that amount to given beliefs, where these are consistent and minimise the free energy given their
@@ -236,6 +247,6 @@ def _layout(graph: FactorGraph) -> Layout:
                     unary.append((number, None if torch.equal(rows, count) else rows))
             return Layout(left, right, pairs[0], tuple(unary))
     raise ValueError(
-        "bipartite belief propagation is for graphs as FactorGraph.bipartite makes them, of binary variables: "
+        "bipartite engines are for graphs as FactorGraph.bipartite makes them, of binary variables: "
         f"got {graph.num_variables} variables and factors of shapes {shapes}"
     )
