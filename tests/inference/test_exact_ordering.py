@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bethenet.inference.exact import ordering
 from bethenet.inference.exact.ordering import adjacency, measure, min_degree, min_fill
 
 
@@ -57,6 +58,18 @@ def test_min_degree_takes_the_smallest_buckets_of_a_round(nodes: int, density: f
         touched |= now[variable]
         eliminate(now, variable)
         left.discard(variable)
+
+
+@pytest.mark.parametrize("rule", [min_fill, min_degree])
+def test_a_hopeless_graph_is_given_up_after_some_time(rule, monkeypatch) -> None:
+    graph = nx.gnp_random_graph(120, 0.7, seed=0)
+    patient = rule(adjacency(120, graph.edges), [2] * 120, range(120))
+    monkeypatch.setattr(ordering, "PATIENCE", 20_000)
+    hasty = rule(adjacency(120, graph.edges), [2] * 120, range(120))
+    assert sorted(hasty) == list(range(120))
+    taken = next(place for place in range(120) if hasty[place:] == sorted(hasty[place:]))
+    assert 0 < taken < 60
+    assert hasty[:taken] == patient[:taken]
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,6 +4,9 @@ Finding the best order is NP-hard. The two greedy rules here are the ones that w
 elimination joins the fewest new pairs of neighbours, *min-degree* the one with the smallest bucket, which is cheaper to
 decide and nearly as good. Min-degree may take many variables at once, as long as they are not neighbours: a chain is
 then halved in each round, and a hundred thousand variables need seventeen rounds.
+
+Once buckets are larger than any memory, an order only tells how hopeless a graph is. Either rule then gives up after
+some time and takes the variables that are left as they are numbered.
 """
 
 from __future__ import annotations
@@ -12,6 +15,12 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+HOPELESS = 2**48
+"""Entries that no memory holds."""
+
+PATIENCE = 3 * 10**7
+"""Pairs of neighbours that are looked at for hopeless buckets: some seconds."""
 
 Adjacency = list[set[int]]
 
@@ -63,6 +72,7 @@ def min_fill(neighbours: Adjacency, states: Sequence[int], free: Sequence[int]) 
     best = {variable: score(variable) for variable in free}
     heap = sorted(best.values())
     order: list[int] = []
+    hopeless, patience = math.log2(HOPELESS), PATIENCE
     while heap:
         entry = heapq.heappop(heap)
         variable = entry[2]
@@ -73,8 +83,7 @@ def min_fill(neighbours: Adjacency, states: Sequence[int], free: Sequence[int]) 
         clique = present[variable]
         if len(clique) == len(best):
             # the rest are all joined to each other now: any order is as good
-            order.extend(sorted(clique))
-            break
+            return order + sorted(clique)
         around = bits[variable]
         if not entry[0]:
             # nothing new is joined: its neighbours lose it, and the pairs that it was part of
@@ -94,6 +103,10 @@ def min_fill(neighbours: Adjacency, states: Sequence[int], free: Sequence[int]) 
         # a new edge changes the fill of everything next to both its ends
         for other in clique:
             changed |= present[other]
+        if entry[1] > hopeless:
+            patience -= sum(len(present[other]) for other in changed)
+            if patience < 0:
+                return order + sorted(best)
         for other in changed:
             fresh = score(other)
             if fresh != best[other]:
@@ -120,6 +133,7 @@ def min_degree(
     heapq.heapify(heap)
     current = {variable: cost for cost, variable in heap}
     order: list[int] = []
+    hopeless, patience = math.log2(HOPELESS), PATIENCE
     while heap:
         if current.get(heap[0][1]) != heap[0][0]:
             heapq.heappop(heap)
@@ -139,6 +153,10 @@ def min_degree(
                 present[other] |= clique
                 present[other] -= {other, variable}
             touched |= clique
+            if cost > hopeless:
+                patience -= sum(len(present[other]) for other in clique)
+                if patience < 0:
+                    return order + sorted(current)
         for variable in touched:
             cost = _log_entries(variable, present[variable], logs)
             current[variable] = cost

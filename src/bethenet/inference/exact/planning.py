@@ -11,7 +11,7 @@ import numpy as np
 from bethenet.graph import FactorGraph
 from bethenet.inference.exact.layout import Layout
 from bethenet.inference.exact.memory import Task, predict
-from bethenet.inference.exact.ordering import Shape, adjacency, measure, min_degree, min_fill
+from bethenet.inference.exact.ordering import HOPELESS, Shape, adjacency, measure, min_degree, min_fill
 from bethenet.inference.exact.plan import Plan, make_plan
 from bethenet.inference.exact.reduction import Reduction
 from bethenet.potentials import LogPotentials
@@ -26,9 +26,6 @@ STEP_ENTRIES = {"cpu": 1e5, "cuda": 1e7}
 
 LARGEST_AT_ONCE = 12.0
 """Binary logarithm of the largest bucket that is worth making larger for the sake of fewer steps."""
-
-HOPELESS = 1 << 48
-"""Entries of messages beyond which no plan is made in detail."""
 
 MOST_PLANNERS = 64
 """Sets of observed variables whose plans are kept with a graph; the oldest go first."""
@@ -135,7 +132,7 @@ class Planner:
 
     def _predict(self, name: Order, layout: Layout, task: Task, itemsize: int, samples: int) -> int:
         shape = self.shape(name)
-        if shape.message_entries > HOPELESS:
+        if shape.message_entries > HOPELESS:  # not worth a plan in detail
             return shape.message_entries * layout.batch * itemsize
         key = name, layout, task, itemsize, samples
         if key not in self._predictions:
