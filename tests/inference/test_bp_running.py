@@ -149,7 +149,7 @@ def test_an_order_must_name_every_variable() -> None:
 
 def test_threads_and_blocks_change_nothing() -> None:
     """A grid long enough to be worked on in blocks, by one thread and by two; and recorded, which is in one block."""
-    potentials = LogPotentials.random(FactorGraph.grid(190, 190), generator=torch.Generator().manual_seed(0))
+    potentials = LogPotentials.random(FactorGraph.grid(280, 280), generator=torch.Generator().manual_seed(0))
     before = torch.get_num_threads()
     results = []
     try:

@@ -3,10 +3,12 @@
 A chain of elementwise operations on a tensor larger than the cache reads and writes main memory at every link. Done
 block by block it reads once and writes once. Each block is one thread's: threads then meet once, at the end of the
 chain, and not after every link of it, where on a busy machine they spend most of their time waiting for each other.
+Between two operations a thread needs the interpreter, of which there is one: so blocks are not small either.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,20 +18,32 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-BLOCK_ENTRIES = 2**15 - 2**10
-"""PyTorch splits an operation among threads from 2^15 numbers on."""
-FEWEST_BLOCKS = 4
-"""Fewer blocks are not worth the waking of a thread."""
+BLOCK_ENTRIES = 2**18
+"""At most about so many numbers in a block."""
+MULTIPLE = 64
+"""A block's members are a multiple of this. Processors work on several numbers at once, and round those that are left
+over in another way: so results do not depend on the number of threads."""
 
 T = TypeVar("T")
 
 
 def blocks(members: int, entries: int, sample: Tensor) -> list[slice]:
-    """``members`` of so many entries each, in blocks; in one where blocks are of no use: on an accelerator, or where
+    """``members`` of so many entries each, in blocks of one size, as many for each thread; in one block where more are
+    of no use: on an accelerator, or where gradients are recorded.
+    """
+    count = math.ceil(members * entries / BLOCK_ENTRIES)
+    if count <= 1 or torch.is_grad_enabled() or not sample.is_cpu:
+        return [slice(0, members)] if members else []
+    threads = torch.get_num_threads()
+    size = MULTIPLE * math.ceil(members / (MULTIPLE * threads * math.ceil(count / threads)))
+    return [slice(first, min(first + size, members)) for first in range(0, members, size)]
+
+
+def spare(tensor: Tensor) -> Tensor | None:
+    """``out=spare(tensor)`` writes an operation's result over a tensor that nobody needs any more; into a new one where
     gradients are recorded.
     """
-    size = members if torch.is_grad_enabled() or not sample.is_cpu else max(1, BLOCK_ENTRIES // max(1, entries))
-    return [slice(first, min(first + size, members)) for first in range(0, members, max(1, size))]
+    return None if torch.is_grad_enabled() else tensor
 
 
 class Workers:
@@ -44,7 +58,7 @@ class Workers:
         if self._threads == 1 or torch.is_grad_enabled():
             return [task(part) for part in parts]
         with _operations_on_one_thread():
-            return [task(part) for part in parts] if len(parts) < FEWEST_BLOCKS else self._shared_out(task, parts)
+            return [task(part) for part in parts] if len(parts) < 2 else self._shared_out(task, parts)
 
     def _shared_out(self, task: Callable[[slice], T], parts: list[slice]) -> list[T]:
         if self._pool is None:

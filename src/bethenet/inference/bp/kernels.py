@@ -17,9 +17,12 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from bethenet.inference.bp.blocks import spare
 from bethenet.numerics import log_sum_exp, safe_log
 
 Mode = Literal["sum", "max"]
+
+LOG2_E = math.log2(math.e)
 
 BLOCK_ENTRIES = 2**22
 """Where a whole table per factor must be spread out, it is done for so many entries at a time."""
@@ -54,8 +57,9 @@ class CouplingKernel:
 
     In log-odds the message from c is ``2 atanh(tanh(J) tanh(c / 2))``. With R = exp(2J) and E = exp(c) that is
     ``log (R E + 1) / (E + R)``, two transcendental functions a message, which holds while neither overflows: c is cut
-    off where the message has long reached its limit of 2J. For larger couplings it is computed as the maximum's, c
-    limited to [-2J, 2J], plus ``log(1 + exp(-|c + 2J|)) - log(1 + exp(-|c - 2J|))``. Log-odds may be infinite.
+    off where the message has long reached its limit of 2J. (Powers of 2 are faster than those of e, twice and more on
+    some processors.) For larger couplings it is computed as the maximum's, c limited to [-2J, 2J], plus
+    ``log(1 + exp(-|c + 2J|)) - log(1 + exp(-|c - 2J|))``. Log-odds may be infinite.
     """
 
     coupling: Float[Tensor, "factors batch 1"]
@@ -93,8 +97,11 @@ class CouplingKernel:
         """The message through couplings of some strengths from log-odds ``cavity``."""
         if self.exponential:
             cut_off = exponential_range(cavity.dtype) * 0.8
-            odds = cavity.clamp(-cut_off, cut_off).exp()
-            return ((strength * odds + 1) / (odds + strength)).log()
+            exponent = cavity.clamp(-cut_off, cut_off)
+            odds = torch.exp2(torch.mul(exponent, LOG2_E, out=spare(exponent)), out=spare(exponent))
+            above = torch.addcmul(odds.new_ones(()), strength, odds)
+            ratio = torch.div(above, torch.add(odds, strength, out=spare(odds)), out=spare(above))
+            return torch.log(ratio, out=spare(ratio))
         limited = _limited(cavity, strength)
         if self.mode == "max":
             return limited

@@ -21,7 +21,7 @@ from torch import Tensor
 from bethenet.beliefs import Beliefs
 from bethenet.errors import ImpossibleEvidenceError
 from bethenet.graph import FactorGraph
-from bethenet.inference.bp.blocks import Workers, blocks
+from bethenet.inference.bp.blocks import Workers, blocks, spare
 from bethenet.inference.bp.kernels import Kernel, Mode, pack, rows_of, spread, unpack
 from bethenet.inference.bp.wiring import Bucket, Wiring
 from bethenet.numerics import log_normalize
@@ -147,23 +147,26 @@ class Problem:
         own = self.fields[group]
         own = own[bucket.nodes][block] if own.shape[0] > 1 else own
         if not self.has_impossible_tables:
-            return Sums(planes.sum(0) + own, None)
+            total = planes.sum(0)
+            return Sums(torch.add(total, own, out=spare(total)), None)
         (finite, zeros), (own_finite, own_zeros) = split(planes), split(own)
         return Sums(finite.sum(0) + own_finite, zeros.sum(0) + own_zeros)
 
-    def cavity(self, sums: Sums, messages: Tensor, weights: Tensor | None) -> Tensor:
+    def cavity(self, sums: Sums, messages: Tensor, weights: Tensor | None, out: Tensor | None = None) -> Tensor:
         """What a variable says to a factor: everything it knows but what the factor told it.
 
         Args:
             sums: those of the variables, in the order of the messages.
             messages: those from the factors.
             weights: the factors' weights.
+            out: where it is to be written, if anywhere.
         """
         if sums.zeros is None:
-            return sums.finite - (messages if weights is None else messages / weights)
+            return torch.sub(sums.finite, messages if weights is None else messages / weights, out=out)
         finite, zeros = split(messages)
         finite = sums.finite - (finite if weights is None else finite / weights)
-        return finite.masked_fill(sums.zeros - zeros > 0, -math.inf)
+        cavity = finite.masked_fill(sums.zeros - zeros > 0, -math.inf)
+        return cavity if out is None else out.copy_(cavity)
 
     def cavities(self, group: int, messages: Tensor) -> Tensor:
         """The cavities of all slots of a variable group."""
@@ -176,15 +179,18 @@ class Problem:
             planes = planes_of(result, bucket)
 
             def fill(block: slice, planes: Tensor = planes, bucket: Bucket = bucket) -> None:
-                planes[:, block] = self._cavities(group, messages, bucket, block)
+                self._cavities(group, messages, bucket, block, planes[:, block])
 
             self.workers.each(fill, blocks(planes.shape[1], planes[:, :1].numel(), planes))
         return result
 
-    def _cavities(self, group: int, messages: Tensor, bucket: Bucket, block: slice) -> Tensor:
+    def _cavities(
+        self, group: int, messages: Tensor, bucket: Bucket, block: slice, out: Tensor | None = None
+    ) -> Tensor:
         """Those of the variables of one degree, or of a block of them, in planes."""
         weights = None if self.slot_weights is None else planes_of(self.slot_weights[group], bucket)[:, block]
-        return self.cavity(self._sum(group, messages, bucket, block), planes_of(messages, bucket)[:, block], weights)
+        sums = self._sum(group, messages, bucket, block)
+        return self.cavity(sums, planes_of(messages, bucket)[:, block], weights, out)
 
     # --- beliefs ----------------------------------------------------------------------------------------------------
 
@@ -255,4 +261,4 @@ def refuse_impossible(members: Tensor | None) -> None:
 
 def planes_of(slots: Tensor, bucket: Bucket) -> Float[Tensor, "degree nodes batch width"]:
     """The slots of the variables of one degree, variables side by side."""
-    return slots[bucket.slots].unflatten(0, (bucket.degree, bucket.nodes.stop - bucket.nodes.start))
+    return slots[bucket.slots].view(bucket.degree, bucket.nodes.stop - bucket.nodes.start, *slots.shape[1:])

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bethenet.inference.bp.blocks import blocks
+from bethenet.inference.bp.blocks import blocks, spare
 from bethenet.inference.bp.kernels import CouplingKernel, rows_of
 from bethenet.inference.bp.problem import Messages, Problem
 
@@ -105,31 +105,36 @@ def _renewed(problem: Problem, old: Tensor, proposal: Proposal, damping: Damping
     parts = blocks(old.shape[0], old[:1].numel(), old)
     if not parts:
         return old, problem.no_change()
-    if len(parts) == 1:
-        ((new, change),) = problem.workers.each(lambda block: relaxed(problem, old, proposal(block), damping), parts)
+    # where gradients are recorded there is one block, and it is the result
+    result = spare(torch.empty_like(old, memory_format=torch.contiguous_format))
+
+    def renew(block: slice) -> tuple[Tensor, Tensor]:
+        place = None if result is None else result[block]
+        new, change = relaxed(problem, old[block], proposal(block), damping, place)
         return new, change.amax((0, 2))
-    result = torch.empty_like(old, memory_format=torch.contiguous_format)
 
-    def renew(block: slice) -> Tensor:
-        result[block], change = relaxed(problem, old[block], proposal(block), damping)
-        return change.amax((0, 2))
-
-    return result, torch.stack(problem.workers.each(renew, parts)).amax(0)
+    done = problem.workers.each(renew, parts)
+    return done[0][0] if result is None else result, torch.stack([change for _, change in done]).amax(0)
 
 
-def relaxed(problem: Problem, old: Tensor, update: Tensor, damping: Damping) -> tuple[Tensor, Tensor]:
-    """The damped update, and how far (nats) each entry of the undamped one is from the old."""
+def relaxed(
+    problem: Problem, old: Tensor, update: Tensor, damping: Damping, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The damped update (written to ``out``, where given), and how far (nats) each entry of the undamped one is from
+    the old.
+    """
     step = update - old
     if problem.has_impossible_tables:
-        # -inf stays -inf; a state that has just become impossible is the largest change there is
-        step = step.masked_fill(update == old, 0.0)
-        change = step.detach().abs().clamp(max=torch.finfo(step.dtype).max)
+        step = step.masked_fill(update == old, 0.0)  # -inf stays -inf
+    if not isinstance(damping, float):
+        new = torch.addcmul(old, step, (1 - damping).reshape(1, -1, 1), out=out)
+    elif damping:
+        new = torch.add(old, step, alpha=1 - damping, out=out)
     else:
-        change = step.detach().abs()
-    if isinstance(damping, float) and damping == 0:
-        return update, change
-    keep = 1 - damping if isinstance(damping, float) else (1 - damping).reshape(1, -1, 1)
-    new = torch.add(old, step, alpha=keep) if isinstance(keep, float) else old + step * keep
+        new = update if out is None else out.copy_(update)
+    change = torch.abs(step.detach(), out=spare(step))
     if problem.has_impossible_tables:
-        new = torch.where(torch.isinf(step), update, new)
+        new = torch.where(torch.isinf(change), update, new, out=out)
+        # a state that has just become impossible is the largest change there is
+        change = change.clamp(max=torch.finfo(change.dtype).max)
     return new, change
