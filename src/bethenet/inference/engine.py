@@ -14,10 +14,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from bethenet.beliefs import Beliefs
@@ -106,10 +106,34 @@ class IterativeEngine(ABC):
             beliefs=beliefs,
             log_z=log_z,
             member_status=judged(loop.statuses(), log_z.detach()),
-            iterations=loop.iterations,
-            residual=loop.residual,
+            iterations=loop.tally.iterations,
+            residual=loop.tally.residual,
             seconds=time.perf_counter() - started,
             state=loop.state,
+        )
+
+
+class Tally(NamedTuple):
+    """How far each member has come."""
+
+    residual: Float[Tensor, " batch"]
+    iterations: Int[Tensor, " batch"]
+    best_early: Float[Tensor, " batch"]
+    """The least residual in the first half of the iterations there may be."""
+    best_late: Float[Tensor, " batch"]
+    """That in the second half."""
+    diverged: Bool[Tensor, " batch"]
+
+    def counted(self, moving: Tensor, accepted: Tensor, residual: Tensor, late: bool) -> Tally:
+        """After one more iteration of the members that are ``moving``."""
+        residual = torch.where(moving, residual.to(self.residual.dtype), self.residual)
+        best = torch.minimum(self.best_late if late else self.best_early, residual.nan_to_num(math.inf))
+        return Tally(
+            residual,
+            self.iterations + accepted,
+            self.best_early if late else best,
+            best if late else self.best_late,
+            self.diverged | (moving & ~accepted),
         )
 
 
@@ -129,32 +153,25 @@ class Loop:
         self.state = state
         batch, device = problem.batch_size, problem.device
         self.check_every = 1 if device.type == "cpu" else self.CHECK_EVERY
-        self.residual = torch.full((batch,), math.inf, dtype=problem.dtype, device=device)
-        self.iterations: Int[Tensor, " batch"] = torch.zeros(batch, dtype=torch.long, device=device)
-        self.best_early = self.residual.clone()
-        self.best_late = self.residual.clone()
-        self.diverged = torch.zeros(batch, dtype=torch.bool, device=device)
+        unknown = torch.full((batch,), math.inf, dtype=problem.dtype, device=device)
+        none = torch.zeros(batch, dtype=torch.long, device=device)
+        self.tally = Tally(unknown, none, unknown, unknown, none.bool())
         self.timed_out = False
 
     def run(self, started: float) -> None:
         """Iterate to the end."""
         engine = self.engine
         members = torch.arange(self.problem.batch_size, device=self.problem.device)
-        problem, state = self.problem, self.state
+        problem, state, tally = self.problem, self.state, self.tally
         moving = torch.ones_like(members, dtype=torch.bool)
         for iteration in range(engine.max_iterations):
             proposal, residual = engine.step(problem, state)
-            broken = moving & ~torch.isfinite(residual)
-            accepted = moving & ~broken
+            accepted = moving & torch.isfinite(residual)
             if self.check_every == 1 and bool(accepted.all()):
                 state = proposal
             else:
                 state = map_tensors(lambda new, old, a=accepted: _where(a, new, old), proposal, state)
-            self.residual[members] = torch.where(moving, residual.to(self.residual.dtype), self.residual[members])
-            self.iterations[members] += accepted
-            self.diverged[members] |= broken
-            best = self.best_late if iteration >= engine.max_iterations // 2 else self.best_early
-            best[members] = torch.minimum(best[members], self.residual[members].nan_to_num(math.inf))
+            tally = tally.counted(moving, accepted, residual, late=iteration >= engine.max_iterations // 2)
             moving = accepted & (residual > engine.tolerance)
             if engine.time_limit is not None and time.perf_counter() - started > engine.time_limit:
                 self.timed_out = True
@@ -165,18 +182,18 @@ class Loop:
             if left == 0:
                 break
             if 2 * left <= members.numel():
-                self._store(members, state)
+                self._store(members, state, tally)
                 members, problem = members[moving], problem[torch.nonzero(moving).flatten()]
-                state = map_tensors(lambda tensor, m=moving: tensor[m], state)
+                state, tally = map_tensors(lambda tensor, m=moving: tensor[m], (state, tally))
                 moving = torch.ones_like(members, dtype=torch.bool)
-        self._store(members, state)
+        self._store(members, state, tally)
 
     def statuses(self) -> tuple[Status, ...]:
         """How each member ended."""
         if self.engine.max_iterations == 0:
-            return (Status.ITERATION_LIMIT,) * self.residual.numel()
-        converged = (self.residual <= self.engine.tolerance) & ~self.diverged
-        stuck = self.best_late >= self.best_early
+            return (Status.ITERATION_LIMIT,) * self.problem.batch_size
+        converged = (self.tally.residual <= self.engine.tolerance) & ~self.tally.diverged
+        stuck = self.tally.best_late >= self.tally.best_early
         limit = Status.TIME_LIMIT if self.timed_out else Status.ITERATION_LIMIT
         return tuple(
             Status.DIVERGED
@@ -187,13 +204,13 @@ class Loop:
             if oscillating and not self.timed_out
             else limit
             for diverged, done, oscillating in zip(
-                self.diverged.tolist(), converged.tolist(), stuck.tolist(), strict=True
+                self.tally.diverged.tolist(), converged.tolist(), stuck.tolist(), strict=True
             )
         )
 
-    def _store(self, members: Tensor, state: State) -> None:
+    def _store(self, members: Tensor, state: State, tally: Tally) -> None:
         if members.numel() == self.problem.batch_size:
-            self.state = state
+            self.state, self.tally = state, tally
             return
 
         def put(whole: Tensor, part: Tensor) -> Tensor:
@@ -201,7 +218,7 @@ class Loop:
             whole[members] = part
             return whole
 
-        self.state = map_tensors(put, self.state, state)
+        self.state, self.tally = map_tensors(put, (self.state, self.tally), (state, tally))
 
 
 def map_tensors(change: Callable[..., Any], *trees: State) -> State:

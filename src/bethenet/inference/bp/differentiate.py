@@ -47,8 +47,8 @@ def run_differentiably(
         beliefs=beliefs,
         log_z=log_z,
         member_status=judged(loop.statuses(), log_z.detach()),
-        iterations=loop.iterations,
-        residual=loop.residual,
+        iterations=loop.tally.iterations,
+        residual=loop.tally.residual,
         seconds=time.perf_counter() - started,
         state=map_tensors(lambda tensor: tensor.detach(), last),
     )
