@@ -55,6 +55,14 @@ def log_potentials(size: int) -> Numbers:
     return unary, pairwise
 
 
+class Tireless(BeliefPropagation):
+    """Goes on where nothing changes any more, as the peer does: every iteration that is counted is done."""
+
+    def step(self, problem: Any, state: Any) -> tuple[Any, torch.Tensor]:
+        state, residual = super().step(problem, state)
+        return state, 1 + residual
+
+
 class Ours:
     """This library, set up for one grid."""
 
@@ -66,7 +74,7 @@ class Ours:
 
         graph, self.build = timed(build)
         self.potentials = LogPotentials(graph, [torch.from_numpy(part).unsqueeze(0).to(device) for part in numbers])
-        self.engine = BeliefPropagation(damping=DAMPING, adaptive=False, tolerance=0.0, max_iterations=ITERATIONS)
+        self.engine = Tireless(damping=DAMPING, adaptive=False, max_iterations=ITERATIONS)
         with torch.no_grad():
             self.problem, self.prepare = timed(lambda: self.engine.prepare(self.potentials))
             self.state = self.engine.init(self.problem)
