@@ -22,7 +22,6 @@ from bethenet.cli.common import (
     check_device,
     check_output,
     emit,
-    format_bytes,
     generator_for,
     load,
     parse_bytes,
@@ -35,6 +34,7 @@ from bethenet.experiments.runner import Settings, run_experiment
 from bethenet.formats import read_model, write_model
 from bethenet.formats.text import write_bytes
 from bethenet.inference.exact import Exact
+from bethenet.inference.exact.memory import human
 from bethenet.inference.registry import ENGINES, make_engine, option_names
 from bethenet.networks.storage import load_network
 from bethenet.potentials import LogPotentials
@@ -263,7 +263,7 @@ def _exact_cost(potentials: LogPotentials) -> list[tuple[str, str]]:
     engine = Exact()
     return [
         ("treewidth, at most", str(engine.width(potentials))),
-        ("exact inference", f"{format_bytes(engine.predicted_bytes(potentials))} at its peak, for the marginals"),
+        ("exact inference", f"{human(engine.predicted_bytes(potentials))} at its peak, for the marginals"),
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
@@ -17,7 +16,7 @@ from rich.console import Console
 
 from bethenet.errors import MemoryLimitError
 from bethenet.formats import read_evidence, read_model
-from bethenet.formats.text import write_text
+from bethenet.formats.text import is_special, write_text
 from bethenet.potentials import LogPotentials
 
 
@@ -113,9 +112,11 @@ def check_output(output: Path | None) -> None:
     """Refuse a file that cannot be written before the work for it is done."""
     if output is None:
         return
-    folder = Path(os.path.realpath(output)).parent
     if output.is_dir():
         raise Failure(f"{output}: expected a file to write, found a directory")
+    if is_special(output):
+        return
+    folder = Path(os.path.realpath(output)).parent
     if not folder.is_dir():
         raise Failure(f"{output}: there is no directory {folder}")
     if not os.access(folder, os.W_OK):
@@ -125,8 +126,7 @@ def check_output(output: Path | None) -> None:
 def emit(text: str, output: Path | None) -> None:
     """Write a result to a file or to stdout."""
     if output is None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        print(text, end="", flush=True)
     else:
         write_text(output, text)
 
@@ -140,10 +140,3 @@ def parse_bytes(text: str) -> int:
     if match is None or float(match[1]) == 0:
         raise typer.BadParameter(f"expected a positive number of bytes such as 8GiB or 500MiB, got {text!r}")
     return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def format_bytes(count: float) -> str:
-    """Bytes for people: ``1.5 GiB``."""
-    units = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-    power = min(int(math.log2(max(count, 1)) / 10), len(units) - 1)
-    return f"{count / 1024**power:.4g} {units[power]}"

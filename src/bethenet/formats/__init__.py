@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bethenet.formats.libdai import read_libdai, write_libdai
+from bethenet.formats.libdai import parse_libdai, read_libdai, write_libdai
 from bethenet.formats.networkx import to_networkx
 from bethenet.formats.pgmpy import from_pgmpy, to_pgmpy
 from bethenet.formats.text import read_text
-from bethenet.formats.uai import read_evidence, read_uai, write_evidence, write_uai
+from bethenet.formats.uai import parse_uai, read_evidence, read_uai, write_evidence, write_uai
 from bethenet.potentials import LogPotentials
 
 __all__ = [
@@ -34,11 +34,11 @@ def read_model(path: str | Path) -> LogPotentials:
         ModelFileError: the file does not hold what its format promises; file and line are named.
         OSError: the file cannot be read.
     """
-    kind = _suffix(path)
+    kind, text = _suffix(path), read_text(path)  # once: it may be a pipe
     if kind not in (".uai", ".fg"):
         # a UAI file begins with a word, a libDAI file with a number
-        kind = ".fg" if re.match(rb"\s*\d", read_text(path)) else ".uai"
-    return read_libdai(path) if kind == ".fg" else read_uai(path)
+        kind = ".fg" if re.match(rb"\s*\d", text) else ".uai"
+    return parse_libdai(path, text) if kind == ".fg" else parse_uai(path, text)
 
 
 def write_model(potentials: LogPotentials, path: str | Path) -> None:

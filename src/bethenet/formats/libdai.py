@@ -46,7 +46,12 @@ def read_libdai(path: str | Path) -> LogPotentials:
         ModelFileError: the file does not hold what the format promises; file and line are named.
         OSError: the file cannot be read.
     """
-    numbers = Numbers(path, read_text(path))
+    return parse_libdai(path, read_text(path))
+
+
+def parse_libdai(path: str | Path, text: bytes) -> LogPotentials:
+    """A model from the text of a libDAI file; see `read_libdai`."""
+    numbers = Numbers(path, text)
     blocks = _locate_blocks(numbers)
     ids = [np.flatnonzero(blocks.arities == arity) for arity in np.unique(blocks.arities).tolist()]
     labels = [_scope_positions(blocks, some) for some in ids]

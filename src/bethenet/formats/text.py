@@ -239,11 +239,11 @@ def write_bytes(path: str | Path, data: bytes) -> None:
 
     What is not an ordinary file (``/dev/stdout``, a pipe) is written to directly.
     """
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        with open(target, "wb") as file:
+    if is_special(path):
+        with open(path, "wb") as file:
             file.write(data)
         return
+    target = Path(os.path.realpath(path))
     descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -255,6 +255,12 @@ def write_bytes(path: str | Path, data: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def is_special(path: str | Path) -> bool:
+    """Whether this is there and no ordinary file: a device, a pipe, a directory."""
+    # the path as it was given: what /dev/fd/N points to need not have a name
+    return os.path.exists(path) and not os.path.isfile(path)
 
 
 def _umask() -> int:

@@ -42,7 +42,11 @@ def read_uai(path: str | Path) -> LogPotentials:
         ModelFileError: the file does not hold what the format promises; file and line are named.
         OSError: the file cannot be read.
     """
-    text = read_text(path)
+    return parse_uai(path, read_text(path))
+
+
+def parse_uai(path: str | Path, text: bytes) -> LogPotentials:
+    """A model from the text of a UAI file; see `read_uai`."""
     word, end, line = first_word(path, text)
     if word.strip("'").upper() not in KINDS:
         raise ModelFileError(path, line, f"expected {' or '.join(KINDS)}, found {word or 'the end of the file'}")

@@ -179,7 +179,7 @@ def human(number: int) -> str:
     power = min((number.bit_length() - 1) // 10, len(UNITS))
     if number >> (10 * power) >= 10_000:
         return f"10^{math.log10(number):.0f} bytes"
-    return f"{number / 1024**power:.3g} {UNITS[power - 1]}"
+    return f"{number / 1024**power:.4g} {UNITS[power - 1]}"
 
 
 def refuse(needed: int, allowed: int, width: int, task: Task) -> MemoryLimitError:
