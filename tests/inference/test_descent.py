@@ -14,6 +14,7 @@ from bethenet.inference.engine import map_tensors
 from bethenet.inference.mean_field import MeanField
 from bethenet.inference.minimisers import Adam, LimitedMemory
 from bethenet.inference.registry import make_engine
+from bethenet.inference.scaling import Scaling
 from bethenet.result import Status
 from oracle import enumerate_model, models
 
@@ -152,6 +153,39 @@ def test_restarts_choose_the_least_free_energy() -> None:
     assert chosen.state.point.shape[0] == 3
     warm = engine.run(model, state=chosen.state)
     assert (warm.log_z >= chosen.log_z - 1e-9).all()
+
+
+@pytest.mark.parametrize("field", [20.0, 100.0])
+def test_starts_where_local_evidence_is_one_sided_and_wrong(field: float) -> None:
+    """Two variables that agree follow the one with the stronger field, however sure the other was."""
+    agree = torch.eye(2, dtype=torch.float64) * 4 * field
+    model = LogPotentials.from_factors(
+        [2, 2], [((0,), [0.0, field]), ((1,), [1.5 * field, 0.0]), ((0, 1), agree)], dtype=torch.float64
+    )
+    truth = enumerate_model(model)
+    result = Descent(first=None, max_iterations=300).run(model)
+    torch.testing.assert_close(result.log_z, truth.log_z, rtol=0, atol=1e-4)
+
+
+def test_near_zero_and_one_nothing_has_converged_that_would_still_move() -> None:
+    """In the logits the free energy is flat there; the residual must not be small for that alone."""
+    model = LogPotentials.from_factors([2], [((0,), [0.0, 3.0])], dtype=torch.float64)
+    engine = Descent(first=None, max_iterations=1)
+    sure = engine.init(model)
+    for logit in (-20.0, -60.0):
+        point = torch.tensor([[0.0, logit]], dtype=torch.float64)
+        state = engine.minimiser.init(point, sure.evaluation._replace(gradient=torch.zeros_like(point)))
+        _, residual = engine.step(model, engine.init(model, state))
+        assert float(residual) > 1e-6
+
+
+def test_beliefs_that_miss_their_marginals_have_not_converged() -> None:
+    model = LogPotentials.random(
+        FactorGraph.grid(2, 2, 3), 3.0, batch_size=4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    hasty = Descent(first=None, scaling=Scaling(sweeps=1, newton_steps=0), max_iterations=300).run(model)
+    assert float(hasty.beliefs.inconsistency().max()) > 1e-3
+    assert bool((hasty.residual >= 0.5 * hasty.beliefs.inconsistency()).all())
 
 
 def test_persistent_descent_follows_moving_potentials() -> None:

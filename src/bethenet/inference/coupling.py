@@ -28,6 +28,7 @@ from bethenet.inference.scaling import (
     exponential_kernel,
     solve_dual_hessian,
     solve_duals,
+    unmet,
 )
 from bethenet.numerics import log_normalize, negative_entropy_terms, times_log
 from bethenet.potentials import LogPotentials
@@ -149,6 +150,19 @@ def free_energy_at(
         total = total + (negative_entropy_terms(log_marginal).sum(-1) * (1 - degree)).sum(1)
         total = total - times_log(log_marginal.exp(), term).sum((1, 2))
     return total
+
+
+@torch.no_grad()
+def unmet_marginals(
+    potentials: LogPotentials, node_log_marginals: NodeTables, duals: Sequence[Duals]
+) -> Float[Tensor, " batch"]:
+    """By how much (in probability) some factor's belief misses a node's marginal: zero where the scaling succeeded."""
+    nodes = _for_batch(potentials, node_log_marginals)
+    worst = torch.zeros(_batch_size(potentials, nodes), dtype=potentials.dtype, device=potentials.device)
+    for group, table, group_duals in zip(potentials.graph.factor_groups, potentials.tables, duals, strict=True):
+        if group.arity > 1:
+            worst = torch.maximum(worst, unmet(table, group_duals, _gather(group, nodes)))
+    return worst
 
 
 class _ImplicitBeliefs(torch.autograd.Function):

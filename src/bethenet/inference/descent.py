@@ -14,7 +14,7 @@ from torch import Tensor
 from bethenet.beliefs import Beliefs
 from bethenet.graph import FactorGraph
 from bethenet.inference.bp import BeliefPropagation
-from bethenet.inference.coupling import consistent_beliefs, free_energy_at, node_duals
+from bethenet.inference.coupling import consistent_beliefs, free_energy_at, node_duals, unmet_marginals
 from bethenet.inference.engine import Engine, IterativeEngine, State, map_tensors
 from bethenet.inference.minimisers import Evaluation, LimitedMemory, Minimiser, Vector, select
 from bethenet.inference.scaling import Scaling
@@ -27,15 +27,21 @@ PENALTY = 40.0
 """Nats by which an impossible configuration is made less likely than its table's least likely possible one, while
 descending: marginals on the way need not admit a belief that avoids it."""
 
+SUREST_START = 10.0
+"""Nats: random starts leave every state at least about this chance, however one-sided the local evidence. Nearer to 0
+and 1 the free energy is flat in the logits."""
+
 
 @dataclass(frozen=True)
 class Descent(IterativeEngine):
     """Minimise the Bethe free energy of the consistent beliefs over node logits.
 
     Belief propagation's fixed points are the stationary points of this function; unlike belief propagation, descent
-    always ends near one, and its beliefs agree at every step. The residual is the largest entry of the gradient in the
-    logits (nats). Strong couplings (above about 2 on binary grids) tie marginals together so stiffly that the value
-    settles long before the gradient does: expect `Status.ITERATION_LIMIT` there.
+    always ends near one, and its beliefs agree at every step. The residual is the largest change of a marginal, in
+    probability, in a full step along the natural gradient (to first order the gradient in the logits; but it is not
+    small merely because a marginal is near 0 or 1), or by how much a marginal is missed where a belief of extreme
+    couplings cannot be scaled to it. Strong couplings (above about 2 on binary grids) tie marginals together so stiffly
+    that the value settles long before the gradient does: expect `Status.ITERATION_LIMIT` there.
 
     Inside learning, pass the previous result's ``state`` and a small ``max_iterations``: marginals and the minimiser's
     history carry over to the new potentials. (``first=None`` then makes a cold start as cheap as a step.)
@@ -95,7 +101,8 @@ class Descent(IterativeEngine):
             return self.minimiser.init(state.point, evaluation, state)
         if softened is not potentials:
             local_evidence(potentials)  # raises where nothing is possible
-        point = _join(noisy_start(softened, self.noise, generator, self.restarts), softened)
+        start = noisy_start(softened, self.noise, generator, self.restarts)
+        point = _join([log_normalize(logits, -1).clamp_min(-SUREST_START) for logits in start], softened)
         memory = None
         for beta in self.inverse_temperatures:
             heated = softened.map(lambda tensor, beta=beta: beta * tensor)
@@ -125,10 +132,10 @@ class Descent(IterativeEngine):
         """
         nodes = _split(potentials.graph, state.point)
         if not potentials.has_zeros:
-            return consistent_beliefs(potentials, [log_normalize(part, -1) for part in nodes], self.scaling)
+            return self._consistent(potentials, nodes, state)
         evidence = local_evidence(potentials)
         nodes = [part.masked_fill(local == -math.inf, -math.inf) for part, local in zip(nodes, evidence, strict=True)]
-        softened = consistent_beliefs(_soften(potentials), [log_normalize(part, -1) for part in nodes], self.scaling)
+        softened = self._consistent(_soften(potentials), nodes, state)
         tables, violations = list(softened.log_tables), torch.zeros_like(state.point[:, 0])
         for number, table in enumerate(potentials.tables):
             impossible = (table == -math.inf).expand_as(tables[number])
@@ -139,9 +146,20 @@ class Descent(IterativeEngine):
         satisfied = violations < 0.5
         return Beliefs(softened.regions, select(satisfied, tuple(tables), tuple(softened.log_tables)))
 
+    def _consistent(self, potentials: LogPotentials, nodes: Sequence[Tensor], state: State) -> Beliefs:
+        normalized = [log_normalize(part, -1) for part in nodes]
+        return consistent_beliefs(potentials, normalized, self.scaling, state.evaluation.memory)
+
     def _step(self, potentials: LogPotentials, state: State) -> tuple[State, Float[Tensor, " batch"]]:
         new = self.minimiser.step(lambda point, memory: self._evaluate(potentials, point, memory), state)
-        return new, new.evaluation.gradient.abs().amax(-1)
+        nodes = [log_normalize(part, -1) for part in _split(potentials.graph, new.point)]
+        residual = unmet_marginals(potentials, nodes, new.evaluation.memory)
+        for log_q, gradient in zip(nodes, _split(potentials.graph, new.evaluation.gradient), strict=True):
+            q = log_q.exp()
+            natural = torch.where(q > 0, gradient / q, torch.zeros_like(q))
+            moved = (torch.softmax(log_q - natural, -1) - q).abs().flatten(1)
+            residual = torch.maximum(residual, moved.amax(1)) if moved.shape[1] else residual
+        return new, residual
 
     def _evaluate(self, potentials: LogPotentials, point: Vector, memory: Any) -> Evaluation:
         """The free energy at logits ``point``, with the duals as memory. The preconditioner makes the gradient the

@@ -234,6 +234,21 @@ def dual_value(
     return result
 
 
+@torch.no_grad()
+def unmet(log_table: Tensor, duals: Sequence[Tensor], log_marginals: Sequence[Tensor]) -> Float[Tensor, " batch"]:
+    """By how much (in probability) the duals miss a marginal at most, beyond what rounding alone can cause."""
+    worst = log_marginals[0].new_zeros(len(log_marginals[0]))
+    if tuple(log_table.shape[2:]) == (2, 2):  # a closed form
+        return worst
+    kernel = exponential_kernel(log_table, log_marginals[0].shape[:2])
+    for axis, (dual, log_marginal) in enumerate(zip(duals[:-1], log_marginals, strict=False)):
+        # a sweep ends with the last axis, which is met
+        found = torch.softmax(log_axis_sums(log_table, duals, axis, kernel) + dual, -1)
+        gap = (found - log_marginal.exp()).abs().flatten(1)
+        worst = torch.maximum(worst, gap.amax(1)) if gap.shape[1] else worst
+    return (worst - 64 * torch.finfo(worst.dtype).eps).clamp_min(0)
+
+
 def solve_dual_hessian(beliefs: Tensor, marginals: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
     """Solve ``H x = right`` for the dual's (negative) Hessian: the matrix of all pairwise marginals of the beliefs,
     with the single marginals as its diagonal blocks, ``[batch, factors, all states, all states]``.
