@@ -60,6 +60,11 @@ def test_log_normalize():
     assert torch.equal(log_normalize(values, []), torch.zeros_like(values))
 
 
+def test_large_logarithms_are_normalized_as_precisely_as_small_ones():
+    values = torch.tensor([1e15, 1e15], dtype=torch.float64)
+    assert log_normalize(values, 0).tolist() == [-math.log(2)] * 2
+
+
 def test_zero_times_minus_infinity_is_zero():
     weights, logarithms = doubles([0.0, 0.5, 0.0]), doubles([-INFINITY, -2.0, 3.0])
     result = times_log(weights, logarithms)

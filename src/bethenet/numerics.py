@@ -33,14 +33,18 @@ def log_sum_exp(values: Tensor, dim: int | Sequence[int]) -> Tensor:
 
 
 def log_normalize(values: Tensor, dim: int | Sequence[int]) -> Tensor:
-    """Subtract ``log_sum_exp`` over ``dim``; a slice that is ``-inf`` throughout stays so."""
+    """Subtract ``log_sum_exp`` over ``dim``; a slice that is ``-inf`` throughout stays so.
+
+    The maximum goes first: what is left sums to one as precisely as numbers of size one can, however large ``values``.
+    """
     axes = [dim] if isinstance(dim, int) else list(dim)
     if not axes:
         return torch.zeros_like(values)
-    total = log_sum_exp(values, axes)
-    for axis in sorted(axis % values.dim() for axis in axes):
-        total = total.unsqueeze(axis)
-    return values - torch.where(torch.isfinite(total), total, torch.zeros_like(total))
+    maximum = values.detach().amax(axes, keepdim=True)
+    centred = values - torch.where(torch.isfinite(maximum), maximum, torch.zeros_like(maximum))
+    total = centred.exp().sum(axes, keepdim=True)
+    usable = (total > 0) & torch.isfinite(total)
+    return centred - torch.where(usable, total, torch.ones_like(total)).log()
 
 
 def times_log(weights: Tensor, logarithms: Tensor) -> Tensor:
