@@ -143,8 +143,29 @@ def test_the_coupling_penalty_is_of_the_interactions_alone():
     torch.testing.assert_close(update.loss - update.value, penalty)
     with pytest.raises(ValueError, match="order 2"):
         CouplingPenalty([1.0, 1.0])(model)
+    with pytest.raises(ValueError, match="factor"):
+        CouplingPenalty([1.0], factor=0.0)
     with pytest.raises(ValueError, match="at least 0"):
         CouplingPenalty([-1.0])
+
+
+def test_the_coupling_penalty_falls_and_goes_on_where_it_stopped():
+    model, words = hmm(), sentences()
+    last = float(CouplingPenalty([0.0, 2.0, 5.0])(model))
+    falling = ChainLikelihood(
+        model, ChainBeliefPropagation(), unclamped="exact", regularizer=CouplingPenalty([0.0, 2.0, 5.0], 16.0, 4)
+    )
+    found = []
+    for step in range(6):
+        if step == 2:
+            state = falling.state_dict()
+            regularizer = CouplingPenalty([0.0, 2.0, 5.0], 16.0, 4)
+            falling = ChainLikelihood(model, ChainBeliefPropagation(), unclamped="exact", regularizer=regularizer)
+            falling.load_state_dict(state)
+        falling.evaluate(Batch(words, 4))
+        (update,) = falling.updates(Batch(words, 4))
+        found.append(float(update.loss - update.value))
+    assert found == pytest.approx([16 * last, 8 * last, 4 * last, 2 * last, last, last])
 
 
 def test_padded_minibatches_are_refused():

@@ -63,6 +63,9 @@ class Recipe:
     """Of Kikuchi's beliefs, see `ChainKikuchi`."""
     penalties: tuple[float, ...] = ()
     """Of the couplings: one weight a lag, see `CouplingPenalty`."""
+    penalty_factor: float = 1.0
+    penalty_steps: int = 0
+    """How much larger they are at first, and the minibatches in which they fall."""
     flooding: int = 0
     """Steps whose marginals the semi-amortised network improves on."""
     consistency: float = 1.0
@@ -100,7 +103,9 @@ def objective_of(recipe: Recipe, model: HiddenChain, vocabulary: int, longest: i
         return _variational(recipe, model, vocabulary)
     if not isinstance(model, UndirectedHMM):
         raise ValueError(f"model: expected a directed or an undirected one, got {type(model).__name__}")
-    penalty = CouplingPenalty(recipe.penalties) if recipe.penalties else None
+    penalty = None
+    if recipe.penalties:
+        penalty = CouplingPenalty(recipe.penalties, recipe.penalty_factor, recipe.penalty_steps)
     if recipe.method == "network":
         return _paper(recipe, model, vocabulary, longest)
     engine = _engine(recipe, model.options.domain)

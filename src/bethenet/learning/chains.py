@@ -34,21 +34,33 @@ Regularizer = Callable[[Any], Tensor]
 Unclamped = Literal["persistent", "cold", "exact"]
 
 
-class CouplingPenalty:
+class CouplingPenalty(nn.Module):
     """A term of the loss (nats per sentence): sum over lags of a weight times the square of the coupling's size.
 
     The size is that of `UndirectedHMM.coupling_sizes`: what a lag's table adds to its two states separately is free.
 
     Args:
         weights: one a lag, the shortest first.
+        factor: the weights are at first so many times larger, and fall geometrically. A model that joins only
+            neighbours while its states have no meaning yet does not get lost in couplings that only the approximation
+            likes.
+        steps: calls in which they fall.
     """
 
-    def __init__(self, weights: Sequence[float]) -> None:
+    calls: Tensor
+
+    def __init__(self, weights: Sequence[float], factor: float = 1.0, steps: int = 0) -> None:
+        super().__init__()
         if any(not weight >= 0 for weight in weights):
             raise ValueError(f"weights: expected numbers of at least 0, got {list(weights)}")
+        if not factor > 0 or steps < 0:
+            raise ValueError(f"factor, steps: expected a positive number and at least 0, got {factor} and {steps}")
         self.weights = tuple(weights)
+        self.factor = factor
+        self.steps = steps
+        self.register_buffer("calls", torch.zeros(()))
 
-    def __call__(self, model: Model) -> Float[Tensor, ""]:
+    def forward(self, model: Model) -> Float[Tensor, ""]:
         """The penalty of a model."""
         if not isinstance(model, UndirectedHMM) or model.options.order != len(self.weights):
             raise ValueError(f"expected an undirected model of order {len(self.weights)}, one weight a lag")
@@ -56,7 +68,12 @@ class CouplingPenalty:
         centred = tables - tables.mean(1, keepdim=True) - tables.mean(2, keepdim=True) + tables.mean((1, 2), True)
         squares = centred.square().mean((1, 2))
         # numbers, not a tensor: a copy to the device would wait for it
-        return torch.stack([squares[lag] * weight for lag, weight in enumerate(self.weights)]).sum()
+        total = torch.stack([squares[lag] * weight for lag, weight in enumerate(self.weights)]).sum()
+        if not self.steps:
+            return total
+        left = (1 - self.calls / self.steps).clamp_min(0)
+        self.calls += 1
+        return total * self.factor**left
 
 
 class Inferred(NamedTuple):
