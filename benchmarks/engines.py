@@ -39,7 +39,7 @@ SIDE, MODELS, SEED = 10, 50, 11
 SCALES = (1.0, 3.0)
 LIMITS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Iterations; engines go on to the first limit within which all members stop."""
-LONGEST = 4.0
+LONGEST = 8.0
 """Seconds: no higher limit is tried after a run that took so long."""
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
