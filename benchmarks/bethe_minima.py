@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 from bethenet import FactorGraph, LogPotentials
-from bethenet.beliefs import Beliefs
+from bethenet.evaluation import accuracy, marginals_of_ones
 from bethenet.inference.bp import BeliefPropagation
 from bethenet.inference.descent import Descent
 from bethenet.inference.exact import Exact
@@ -40,20 +39,14 @@ def models(coupling_scale: float, count: int, seed: int) -> LogPotentials:
     return random.log_potentials().detach().to(dtype=torch.float64)
 
 
-def ones(beliefs: Beliefs) -> torch.Tensor:
-    """P(x_i = 1) of every node, P(x_i = 1, x_j = 1) of every edge: [models, nodes + edges]."""
-    pairs = [table[..., 1, 1] for table in beliefs.factor_marginals if table.dim() == 4]
-    return torch.cat([beliefs.node_marginals[..., 1], *pairs], 1)
-
-
-def accuracy(found: torch.Tensor, truth: torch.Tensor) -> dict[str, float]:
-    correlations = [torch.corrcoef(torch.stack(pair))[0, 1].item() for pair in zip(found, truth, strict=True)]
-    errors = (found - truth).abs().mean(1).tolist()
+def scores(result: InferenceResult, truth: torch.Tensor) -> dict[str, float]:
+    """Means over the models, and standard deviations."""
+    found = accuracy(marginals_of_ones(result.beliefs).together, truth)
     return {
-        "correlation": statistics.mean(correlations),
-        "correlation_sd": statistics.stdev(correlations),
-        "mean_l1": statistics.mean(errors),
-        "mean_l1_sd": statistics.stdev(errors),
+        "correlation": found.correlation.mean().item(),
+        "correlation_sd": found.correlation.std().item(),
+        "mean_l1": found.mean_l1.mean().item(),
+        "mean_l1_sd": found.mean_l1.std().item(),
     }
 
 
@@ -71,7 +64,7 @@ def timed(engine: Any, potentials: LogPotentials) -> tuple[InferenceResult, dict
 
 def moderate(seed: int) -> dict[str, Any]:
     potentials = models(1.0, 100, seed)
-    truth = torch.cat([ones(Exact().run(potentials[first : first + 10]).beliefs) for first in range(0, 100, 10)])
+    truth = marginals_of_ones(Exact().run(potentials).beliefs).together
     rows: dict[str, Any] = {"models": 100, "seed": seed}
     engines = {
         "mean field": MeanField(),
@@ -82,7 +75,7 @@ def moderate(seed: int) -> dict[str, Any]:
     }
     for name, engine in engines.items():
         result, notes = timed(engine, potentials)
-        rows[name] = notes | accuracy(ones(result.beliefs), truth)
+        rows[name] = notes | scores(result, truth)
         print(f"{name:24} {rows[name]['correlation']:.4f} {rows[name]['mean_l1']:.4f} {notes['seconds']:.1f} s")
     return rows
 
