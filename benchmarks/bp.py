@@ -266,9 +266,11 @@ def main() -> None:
     # the first use of each operation is slower than the rest
     Ours(10, log_potentials(10), options.device).iterate()
     rows, load = [], [os.getloadavg()[0]]
-    for size, peer_too in [*((n, with_peer) for n in options.sizes), *((n, False) for n in options.own_sizes)]:
+    # the peer's last: its runtime stays with the process
+    for size, peer_too in [*((n, False) for n in options.own_sizes), *((n, with_peer) for n in options.sizes)]:
         rows.append(measure(size, options.rounds, options.device, peer_too))
         gc.collect()
+    rows.sort(key=lambda row: row["size"])
     load.append(os.getloadavg()[0])
     show(rows)
     if options.json:
