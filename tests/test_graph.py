@@ -58,7 +58,7 @@ def test_the_empty_graph():
 
 def test_repr_counts_the_groups():
     assert repr(FactorGraph([2, 3], [(0, 1), (), (1, 0)])) == (
-        "FactorGraph(2 variables, 3 factors: 1 of no entries, 1 of 2x3 entries, 1 of 3x2 entries)"
+        "FactorGraph(2 variables, 3 factors: 1 of 1 entries, 1 of 2x3 entries, 1 of 3x2 entries)"
     )
 
 
@@ -174,6 +174,7 @@ def test_from_networkx():
         (lambda: FactorGraph(torch.ones(2, 2, dtype=torch.long), []), r"one integer a variable; got .* \(2, 2\)"),
         (lambda: FactorGraph([2], [(0, 1)]), "factor 0: variable 1 does not exist: the graph has 1 variables"),
         (lambda: FactorGraph([2], [(0,), (-1,)]), "factor 1: variable -1 does not exist"),
+        (lambda: FactorGraph([2, 2], [(0,), 1]), "factor 1: a scope is a sequence of variables; got 1"),
         (lambda: FactorGraph([2, 2], [(0,), (1, 1)]), "factor 1: variable 1 stands in its scope twice"),
         (lambda: FactorGraph([1] * 60, [(), range(60)]), "factor 1: expected at most 50 variables, got 60"),
         (lambda: FactorGraph([2], [(0.5,)]), "factor 0: a variable is a number or a name; got 0.5"),

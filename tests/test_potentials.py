@@ -291,6 +291,11 @@ PAIRS = FactorGraph([2, 3, 2], [(0, 1), (2, 1), (0,)])
             lambda: LogPotentials.from_tables(PAIRS, [torch.full((2, 3), math.inf), torch.zeros(2, 3), [0, 0]]),
             r"factor 0 over variables \(0, 1\): a log-potential is a number or -inf, got inf",
         ),
+        (
+            lambda: LogPotentials.from_tables(PAIRS, [[[0.0], [0.0, 1.0]], torch.zeros(2, 3), [0, 0]]),
+            r"factor 0 over variables \(0, 1\): expected a table of numbers",
+        ),
+        (lambda: LogPotentials.random(PAIRS, batch_size=0), "expected at least one batch member, got a batch of none"),
         (lambda: LogPotentials.stack([]), "expected at least one model to stack, got none"),
         (
             lambda: LogPotentials.stack([example(), LogPotentials(PAIRS, TABLES)]),
@@ -317,6 +322,8 @@ PAIRS = FactorGraph([2, 3, 2], [(0, 1), (2, 1), (0,)])
             "soft evidence is non-negative and finite",
         ),
         (lambda: example().clamp({"a": torch.tensor([math.nan, 1])}), "variable 0: soft evidence is non-negative"),
+        (lambda: example().clamp({"a": None}), "variable 0: expected states or soft evidence, got None"),
+        (lambda: example().clamp([0, 1]), "evidence is a mapping from variables, or a tensor of states; got list"),
         (lambda: example().clamp({"a": 0.5}), r"variable 0: soft evidence has shape \[2\] or \[batch, 2\], got \(\)"),
         (lambda: example().table(3), "factor 3 does not exist: the graph has 3 factors"),
         (

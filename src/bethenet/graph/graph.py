@@ -63,6 +63,8 @@ class FactorGraph:
         self._set_names(names, counts.numel())
         by_arity: dict[int, tuple[list[int], list[Sequence[int]]]] = {}
         for factor, scope in enumerate(scopes):
+            if not isinstance(scope, Iterable):
+                raise ValueError(f"factor {factor}: a scope is a sequence of variables; got {scope!r}")
             numbers = [self._number(variable, factor) for variable in scope]
             ids, rows = by_arity.setdefault(len(numbers), ([], []))
             ids.append(factor)
@@ -282,7 +284,7 @@ class FactorGraph:
 
     def __repr__(self) -> str:
         shapes = ", ".join(
-            f"{len(group)} of {'x'.join(map(str, group.table_shape)) or 'no'} entries" for group in self.factor_groups
+            f"{len(group)} of {'x'.join(map(str, group.table_shape)) or '1'} entries" for group in self.factor_groups
         )
         return f"FactorGraph({self.num_variables} variables, {self.num_factors} factors: {shapes or 'none'})"
 

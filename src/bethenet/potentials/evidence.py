@@ -14,7 +14,8 @@ from bethenet.graph import FactorGraph
 
 UNOBSERVED = -1
 
-Evidence = Mapping[int | str, Any] | Tensor
+Evidence = Mapping[Any, Any] | Tensor
+"""Keys are numbers or names: to a type checker a ``dict[str, ...]`` would be no ``Mapping[int | str, ...]``."""
 
 Terms = tuple[Float[Tensor, "batch variables states"], ...]
 Observed = Int[Tensor, "batch variables"] | None
@@ -24,11 +25,16 @@ def with_evidence(graph: FactorGraph, terms: Terms, observed: Observed, evidence
     """Node terms and observed states with more evidence; see `LogPotentials.clamp`."""
     if isinstance(evidence, Tensor):
         return _with_states(graph, terms, observed, evidence)
+    if not isinstance(evidence, Mapping):
+        raise ValueError(f"evidence is a mapping from variables, or a tensor of states; got {type(evidence).__name__}")
     states: dict[int, Tensor] = {}
     soft: dict[int, Tensor] = {}
     for variable, value in evidence.items():
         number = graph.variable_number(variable)
-        tensor = torch.as_tensor(value, device=graph.device)
+        try:
+            tensor = torch.as_tensor(value, device=graph.device)
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(f"variable {number}: expected states or soft evidence, got {value!r}") from None
         (soft if tensor.is_floating_point() else states)[number] = tensor
     if states:
         terms, observed = _with_states(graph, terms, observed, _as_table(graph, states))

@@ -81,7 +81,7 @@ class LogPotentials:
         """One log-table per factor, in the factors' order (nested lists, arrays or tensors); a batch of one model.
 
         Raises:
-            ValueError: a table's shape is not its factor's, or an entry is NaN or ``+inf``; the factor is named.
+            ValueError: a table is no array of numbers, its shape is not its factor's, or an entry is NaN or ``+inf``; the factor is named.
         """
         if len(tables) != graph.num_factors:
             raise ValueError(f"expected {graph.num_factors} tables, one a factor; got {len(tables)}")
@@ -90,7 +90,12 @@ class LogPotentials:
         for group in graph.factor_groups:
             members = []
             for factor in group.factors.tolist():
-                table = torch.as_tensor(tables[factor], dtype=dtype)
+                try:
+                    table = torch.as_tensor(tables[factor], dtype=dtype)
+                except (TypeError, ValueError, RuntimeError) as error:
+                    raise ValueError(
+                        f"factor {factor} over variables {graph.scope(factor)}: expected a table of numbers ({error})"
+                    ) from None
                 if tuple(table.shape) != group.table_shape:
                     raise ValueError(
                         f"factor {factor} over variables {graph.scope(factor)}: expected a table of shape "
@@ -307,6 +312,8 @@ class LogPotentials:
         if self.observed is not None:
             tensors.append(self.observed)
         sizes = {tensor.shape[0] for tensor in tensors} - {1}
+        if 0 in sizes:
+            raise ValueError("expected at least one batch member, got a batch of none")
         if len(sizes) > 1:
             raise ValueError(f"batch sizes differ: {sorted(sizes)}; each tensor has one common size or 1")
         return sizes.pop() if sizes else 1
