@@ -42,9 +42,12 @@ def main() -> None:
     sample = [words.to(arguments.device) for words in epoch[: arguments.batches]]
     share = sum(words.shape[1] for words in epoch) / sum(words.shape[1] for words in sample)
     report = {
-        "command": " ".join(sys.argv),
+        # the folder is the user's own
+        "command": " ".join(["python", *("FOLDER" if part == str(arguments.data) else part for part in sys.argv)]),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor(),
+        "device": torch.cuda.get_device_name()
+        if arguments.device == "cuda"
+        else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg(),
         "vocabulary": len(corpus.vocabulary),

@@ -38,7 +38,7 @@ def recipes_for(settings: Settings) -> dict[str, Recipe]:
     for method in METHODS:
         row = replace(ROWS[method], epochs=None, time_limit=QUICK_SECONDS if settings.quick else SECONDS)
         if settings.quick:
-            row = replace(row, embedding=16, learning_rate=0.01, warmup=10)
+            row = replace(row, embedding=16, learning_rate=0.01, warmup=10, penalty_steps=20)
         for states in QUICK_STATES if settings.quick else STATES:
             name = f"{method}-{states}"
             curves[name] = replace(row, states=states, label=f"{row.label.rpartition(': ')[2]}, K = {states}")
