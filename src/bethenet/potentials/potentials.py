@@ -81,7 +81,8 @@ class LogPotentials:
         """One log-table per factor, in the factors' order (nested lists, arrays or tensors); a batch of one model.
 
         Raises:
-            ValueError: a table is no array of numbers, its shape is not its factor's, or an entry is NaN or ``+inf``; the factor is named.
+            ValueError: a table is no array of numbers, its shape is not its factor's, or an entry is NaN or ``+inf``;
+                the factor is named.
         """
         if len(tables) != graph.num_factors:
             raise ValueError(f"expected {graph.num_factors} tables, one a factor; got {len(tables)}")
