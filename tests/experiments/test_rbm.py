@@ -94,6 +94,10 @@ def test_the_table_has_a_row_for_every_learner(tmp_path):
         assert f"| {recipe.label} | 20.00 ± 0.00 |" in text
     assert "0.250 | 0.500" in text
     assert "21.24" in text
+    assert "Not run" not in text
+    del figures["cd-clean-1"]
+    rbm_tables.report(settings, figures)
+    assert "Not run: cd-clean-1." in paths[0].read_text()
 
 
 def test_an_epoch_is_timed_as_if_whole(monkeypatch, few_digits):
