@@ -64,10 +64,8 @@ def train_all(data: BinaryImages, seed: int, share: float, console: Console) -> 
     columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TextColumn("epochs"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as bars:
         plans = {name: shortened(RECIPES[name], max(1, round(share * epochs))) for name, epochs in EPOCHS.items()}
-        tasks = {name: bars.add_task(SHORT[name], total=recipe.epochs, start=False) for name, recipe in plans.items()}
         for name, recipe in plans.items():
-            task = tasks[name]
-            bars.start_task(task)
+            task = bars.add_task(SHORT[name], total=recipe.epochs)
 
             def tell(record: Record, task: Any = task) -> None:
                 if record["kind"] == "epoch":
