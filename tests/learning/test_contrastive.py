@@ -61,6 +61,19 @@ def test_the_best_weights_are_chosen_by_pseudo_likelihood(make):
     assert kept == pytest.approx(min(figures))
 
 
+def test_a_short_minibatch_counts_for_its_samples_and_moves_every_chain():
+    model, (_, data) = small_machine(), samples(3)
+    objective = PersistentContrastiveDivergence(model, chains=50)
+    update = next(objective.updates(Batch(data, 3), torch.Generator().manual_seed(5)))
+    again = PersistentContrastiveDivergence(model, chains=50)
+    doubled = next(again.updates(Batch(torch.cat([data, data]), 6), torch.Generator().manual_seed(5)))
+    # the same samples twice have the same mean; the chains move alike whatever the minibatch
+    for short, long in zip(update.gradients, doubled.gradients, strict=True):
+        torch.testing.assert_close(short, long)
+    assert objective.hidden.shape == (50, 4)
+    assert torch.equal(objective.hidden, again.hidden)
+
+
 def test_cd_starts_at_the_minibatch_and_keeps_nothing():
     model, (_, data) = small_machine(), samples(10)
     objective = ContrastiveDivergence(model)
