@@ -184,6 +184,10 @@ def test_memory_limit_and_wrong_input():
     model = UndirectedHMM(VOCABULARY, HMMOptions(states=40, order=4, embedding=4, memory_limit=10**6))
     with pytest.raises(MemoryLimitError, match="belief propagation"):
         model.log_likelihood(words_of(2, 6))
+    with pytest.raises(MemoryLimitError, match="over the limit of 1,000,000"):
+        model.sample_states(words_of(2, 6))
+    with pytest.raises(MemoryLimitError, match="over the limit of 1,000,000"):
+        model.sample(2, 6)
     large = UndirectedHMM(VOCABULARY, HMMOptions(states=512, order=4, embedding=4))
     with pytest.raises(MemoryLimitError, match=r"tables of a chain of 512 states and order 4 need .* bytes"):
         large.log_likelihood(words_of(2, 6))

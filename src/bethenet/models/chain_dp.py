@@ -120,7 +120,12 @@ def _spreads(tables: ChainTables) -> tuple[float, float]:
     return cut, step
 
 
-def messages(unary: Float[Tensor, "batch steps states"], tables: ChainTables, domain: Domain = "auto") -> list[Tensor]:
+def messages(
+    unary: Float[Tensor, "batch steps states"],
+    tables: ChainTables,
+    domain: Domain = "auto",
+    memory_limit: int | None = None,
+) -> list[Tensor]:
     """For each step the weight of every tuple of the last min(t, M) states, up to a factor a sentence: ``[batch,
     states ** min(t, M)]``, not differentiable.
     """
@@ -128,7 +133,7 @@ def messages(unary: Float[Tensor, "batch steps states"], tables: ChainTables, do
         dtype = unary.dtype
         if domain == "auto":
             domain, dtype = choose_domain(tables, dtype)
-        check_memory(unary, tables, dtype, keep=True, log_domain=domain == "log")
+        check_memory(unary, tables, dtype, keep=True, log_domain=domain == "log", limit=memory_limit)
         if domain == "log":
             return [(message - _finite_max(message)).exp() for message in _log_messages(unary, tables)]
         run = _Run(unary.to(dtype), tables.to(dtype), keep=True)

@@ -65,12 +65,13 @@ def sample_paths(
     *,
     samples: int = 1,
     domain: Domain = "auto",
+    memory_limit: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Int[Tensor, "samples batch steps"]:
     """Independent exact samples of the sequence of states of each chain. States at and after ``lengths`` are 0."""
     with torch.no_grad():
         batch, steps, states = unary.shape
-        weights = messages(unary, tables, domain)
+        weights = messages(unary, tables, domain, memory_limit)
         lasts = _lasts(lengths, batch, steps, unary.device)
         far = tables.far - tables.far.amax()
         rows = torch.arange(batch, device=unary.device).repeat(samples)

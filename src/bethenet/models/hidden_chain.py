@@ -231,7 +231,7 @@ class HiddenChain(Model):
         words, lengths = split(data)
         with torch.no_grad():
             unary, tables = self.unary(words), self.tables()
-        return sample_paths(unary, tables, lengths, samples=samples, domain=self.options.domain, generator=generator)
+        return self._paths(unary, tables, lengths, samples, generator)
 
     def sample(
         self, count: int, steps: int, generator: torch.Generator | None = None
@@ -240,9 +240,28 @@ class HiddenChain(Model):
         with torch.no_grad():
             tables, emissions = self.tables(), self.emission_log_probabilities().exp()
             unary = tables.far.new_zeros(1, steps, tables.states)
-            states = sample_paths(unary, tables, samples=count, domain=self.options.domain, generator=generator)[:, 0]
+            states = self._paths(unary, tables, None, count, generator)[:, 0]
             words = torch.multinomial(emissions[states.flatten()], 1, generator=generator)
         return states, words.reshape(count, steps)
+
+    def _paths(
+        self,
+        unary: Tensor,
+        tables: ChainTables,
+        lengths: Tensor | None,
+        samples: int,
+        generator: torch.Generator | None,
+    ) -> Tensor:
+        options = self.options
+        return sample_paths(
+            unary,
+            tables,
+            lengths,
+            samples=samples,
+            domain=options.domain,
+            memory_limit=options.memory_limit,
+            generator=generator,
+        )
 
     def _prefixes(self, unary: Tensor, tables: ChainTables) -> Tensor:
         return prefix_log_z(unary, tables, domain=self.options.domain, memory_limit=self.options.memory_limit)
