@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bethenet import FactorGraph, ImpossibleEvidenceError, LogPotentials, Status
 from bethenet.inference.bp import BeliefPropagation
+from bethenet.inference.bp.levels import leaves_first
 from oracle import enumerate_model, models
 
 SCHEDULES = ["flooding", "sweep", "residual"]
@@ -161,6 +162,15 @@ def test_one_sweep_there_and_back_is_exact_on_trees() -> None:
     for order in (range(6), range(5, -1, -1)):
         engine = BeliefPropagation(schedule="sweep", max_iterations=1, order=tuple(order))
         torch.testing.assert_close(engine.run(potentials).log_z, enumerate_model(potentials).log_z)
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_sweeps_go_left_to_right_on_chains(order: int) -> None:
+    assert leaves_first(FactorGraph.chain(17, 2, order=order)).tolist() == list(range(17))
+    two = FactorGraph([2] * 8, [(0, 1), (1, 2), (2, 3), (4, 5), (5, 6), (6, 7)])
+    ranked = leaves_first(two).tolist()
+    assert [v for v in ranked if v < 4] == [0, 1, 2, 3]
+    assert [v for v in ranked if v >= 4] == [4, 5, 6, 7]
 
 
 def test_sweeps_need_fewer_iterations_on_a_chain_of_third_order() -> None:

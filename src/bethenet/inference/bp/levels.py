@@ -60,8 +60,9 @@ def compile_sweep(graph: FactorGraph, order: Sequence[int] | None = None) -> Swe
 
 
 def leaves_first(graph: FactorGraph) -> np.ndarray:
-    """Breadth-first from the last variable of each component, backwards: on a tree every variable comes before the one
-    that leads to the root, so that a sweep there and back is exact; on a chain it is left to right.
+    """The farthest from the last variable of each component first, those equally far in ascending order. On a tree
+    every variable comes before the one that leads to the root, so that a sweep there and back is exact; on a chain of
+    any order it is left to right.
     """
     neighbours = _adjacency(graph)
     count, label = connected_components(neighbours, directed=False)
@@ -77,8 +78,15 @@ def leaves_first(graph: FactorGraph) -> np.ndarray:
         ),
         shape=(graph.num_variables + 1, graph.num_variables + 1),
     )
-    found = breadth_first_order(joined, graph.num_variables, return_predecessors=False)
-    return found[:0:-1].astype(np.int64)
+    found, before = breadth_first_order(joined, graph.num_variables)
+    place = np.empty(found.size, dtype=np.int64)
+    place[found] = np.arange(found.size)
+    reached_from = place[before[found[1:]]]  # ascending
+    layers, first, last = [np.zeros(0, dtype=np.int64)], 0, 1
+    while last < found.size:
+        first, last = last, 1 + int(np.searchsorted(reached_from, last))
+        layers.append(np.sort(found[first:last]).astype(np.int64))
+    return np.concatenate(layers[::-1])
 
 
 def _adjacency(graph: FactorGraph) -> csr_matrix:

@@ -100,20 +100,19 @@ def decode(problem: Problem, messages: Messages, levels: Sweep) -> list[Int[Tens
             _send(problem, messages, sums, 0.0, sending)
         for number, nodes in enumerate(level.nodes):
             total = _at(sums[number], nodes).total
-            full = unpack(total) if total.shape[-1] < problem.wiring.layouts[number].states else total
-            best = full.argmax(-1)
+            log_odds = total.shape[-1] < problem.wiring.layouts[number].states
+            best = (unpack(total) if log_odds else total).argmax(-1)
             states[number][nodes] = best
-            sums[number] = _fixed(sums[number], nodes, best)
+            sums[number] = _fixed(sums[number], nodes, best, log_odds)
     return states
 
 
-def _fixed(sums: Sums, nodes: Tensor, best: Int[Tensor, "members batch"]) -> Sums:
+def _fixed(sums: Sums, nodes: Tensor, best: Int[Tensor, "members batch"], log_odds: bool) -> Sums:
     """Sums in which the variables at ``nodes`` are certain of their best state."""
-    width = sums.finite.shape[-1]
-    if width == 1 and sums.zeros is None:
+    if log_odds:
         certain = torch.where(best == 1, math.inf, -math.inf).to(sums.finite.dtype)
         return Sums(sums.finite.index_copy(0, nodes, certain.unsqueeze(-1)), None)
-    other = torch.arange(width, device=best.device) != best.unsqueeze(-1)
+    other = torch.arange(sums.finite.shape[-1], device=best.device) != best.unsqueeze(-1)
     if sums.zeros is None:
         certain = torch.zeros_like(other, dtype=sums.finite.dtype).masked_fill(other, -math.inf)
         return Sums(sums.finite.index_copy(0, nodes, certain), None)
