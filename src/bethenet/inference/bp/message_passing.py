@@ -63,8 +63,8 @@ class MessagePassing(IterativeEngine):
     fraction: float = 0.25
     """The fraction of the messages that a step of the ``residual`` schedule renews."""
     order: tuple[int, ...] | None = None
-    """The order of the variables in a sweep; by default the farthest from the last variable first: leaves before branches,
-    chains from left to right."""
+    """The order of the variables in a sweep. By default the farthest from the last one come first: leaves before what
+    they hang on, chains from left to right."""
     gradient: Gradient = "envelope"
     """How results depend on the log-potentials. ``envelope``: the gradient of log Z is the beliefs, and the beliefs are
     constants. ``unrolled``: through every iteration. ``truncated``: through the last ``truncate_at`` of them.
