@@ -405,14 +405,28 @@ def test_scopes_in_any_order_read_as_written(tmp_path):
 def test_a_file_is_read_no_further_than_it_promises(tmp_path, monkeypatch):
     monkeypatch.setattr(text_module, "_CHUNK", 50)
     read = []
-    floats = text_module.Numbers._floats
-    monkeypatch.setattr(
-        text_module.Numbers, "_floats", lambda self, *arguments: read.append(1) or floats(self, *arguments)
-    )
+    one = text_module.Numbers._read
+    monkeypatch.setattr(text_module.Numbers, "_read", lambda self, *arguments: read.append(1) or one(self, *arguments))
     (tmp_path / "a.uai").write_text("MARKOV\n1\n2\n1\n1 0\n2\n" + "0 " * 10_000)
     with pytest.raises(ModelFileError, match=r":7: expected the end of the file, found '0'"):
         read_model(tmp_path / "a.uai")
     assert len(read) == 1
+
+
+@pytest.mark.parametrize("chunk", [40, 1000, 2**22])
+def test_runs_of_like_blocks_are_read_as_one_by_one(tmp_path, monkeypatch, chunk):
+    scopes = [*([(0, 1)] * 3), (2,), *([(1, 2)] * 9), (0,), (1,), (), (), *([(2, 0)] * 20), (0, 1, 2), (0, 1)]
+    graph = FactorGraph([2, 3, 2], scopes)
+    model = LogPotentials.random(graph, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    write_model(model, tmp_path / "a.fg")
+    monkeypatch.setattr(text_module, "_CHUNK", chunk)
+    again = read_model(tmp_path / "a.fg")
+    assert again.graph.scopes() == scopes
+    assert all(torch.equal(one, other) for one, other in zip(again.tables, model.tables, strict=True))
+    text = (tmp_path / "a.fg").read_text().replace("\n2\n1 2\n", "\n2\n1 1\n", 1)
+    (tmp_path / "a.fg").write_text(text)
+    with pytest.raises(ModelFileError, match=":45: expected 3, the state count of variable 1 above, found 2"):
+        read_model(tmp_path / "a.fg")
 
 
 def test_control_characters_are_not_white_space(tmp_path):

@@ -30,6 +30,8 @@ NUDGES = (0.0, 0.25, -0.25, 0.4, -0.4, 0.48, -0.48)
 """How far from a logarithm to aim, in units of its last place: next to a float64 whose own logarithm numpy rounds the
 other way, only a number almost half a place off is read as the one wanted."""
 NEAR_ONE = 1e-9
+MAX_DIGITS = 9
+"""Of a whole number that is read digit by digit."""
 SMALLEST_NORMAL = float(np.finfo(np.float64).tiny)
 
 
@@ -40,6 +42,29 @@ def _context(digits: int) -> decimal.Context:
 
 _EXACT = _context(2 * LONGEST)
 _WORKING = _context(40)
+
+
+def read_whole_numbers(text: bytes, starts: Integers, lengths: Integers) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """(values of the tokens that are nothing but a few digits, which tokens those are).
+
+    Most of what stands in a file of small tables: sizes, labels, indices.
+
+    Args:
+        text: where the tokens stand.
+        starts: where each begins.
+        lengths: of each, in characters.
+    """
+    characters = np.frombuffer(text, dtype=np.uint8)
+    values = np.zeros(starts.size)
+    whole = np.zeros(starts.size, dtype=bool)
+    for width in range(1, MAX_DIGITS + 1):
+        members = np.flatnonzero(lengths == width)
+        if members.size:
+            digits = characters[starts[members, None] + np.arange(width)] - np.uint8(ord("0"))
+            plain = (digits <= 9).all(axis=1)
+            values[members[plain]] = _integer(digits[plain])
+            whole[members[plain]] = True
+    return values, whole
 
 
 def read_logarithms(tokens: Sequence[bytes], values: Floats, lengths: Integers | None = None) -> Floats:

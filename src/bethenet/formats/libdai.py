@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from bethenet.formats.decimals import Floats, Integers
@@ -55,8 +56,7 @@ def parse_libdai(path: str | Path, text: bytes) -> LogPotentials:
     blocks = _locate_blocks(numbers)
     ids = [np.flatnonzero(blocks.arities == arity) for arity in np.unique(blocks.arities).tolist()]
     labels = [_scope_positions(blocks, some) for some in ids]
-    known, counts = _read_state_counts(numbers, labels, [blocks.arities[some[0]] for some in ids])
-    scopes = [np.searchsorted(known, numbers.values[at].astype(np.int64)) for at in labels]
+    known, counts, scopes = _read_variables(numbers, labels)
     sizes = np.ones(blocks.arities.size)
     with np.errstate(over="ignore"):
         for some, scope in zip(ids, scopes, strict=True):
@@ -77,9 +77,10 @@ def _locate_blocks(numbers: Numbers) -> _Blocks:
     # a block takes at least two numbers: those of its variables and of its entries
     numbers.require(1, 2 * factors, f"numbers or more, for {factors} factors")
     value, position = numbers.values.item, 1
-    heads, arities, counts = [], [], []
-    known = 0
-    for factor in range(factors):
+    heads: list[Integers] = []
+    arities, counts = np.empty(factors), np.empty(factors)
+    known = factor = 0
+    while factor < factors:
         if position >= known:
             known = numbers.read_to(position)
         arity = value(position) if position < total else -1.0
@@ -97,13 +98,32 @@ def _locate_blocks(numbers: Numbers) -> _Blocks:
             numbers.whole(entries - 1, f"the number of factor {factor}'s entries")
         if entries + 2 * listed > total:
             numbers.require(entries, 2 * listed, f"indices and values of factor {factor}'s entries")
-        heads.append(position)
-        arities.append(arity)
-        counts.append(listed)
-        position = entries + 2 * int(listed)
+        length = entries + 2 * int(listed) - position
+        alike = _blocks_alike(numbers.values[position:known], length, entries - 1 - position, factors - factor)
+        heads.append(position + length * np.arange(alike))
+        arities[factor : factor + alike], counts[factor : factor + alike] = arity, listed
+        position, factor = position + length * alike, factor + alike
     numbers.require_end(position)
-    scopes, sizes, listed_counts = (np.array(column, dtype=np.int64) for column in (heads, arities, counts))
-    return _Blocks(sizes, scopes + 1, scopes + 2 + 2 * sizes, listed_counts)
+    scopes = np.concatenate([*heads, np.empty(0, dtype=np.int64)])
+    sizes = arities.astype(np.int64)
+    return _Blocks(sizes, scopes + 1, scopes + 2 + 2 * sizes, counts.astype(np.int64))
+
+
+def _blocks_alike(values: Floats, length: int, listed_at: int, most: int) -> int:
+    """How many blocks, from the one that ``values`` begin with, have as many variables and entries as that one.
+
+    Only those are counted that lie whole within ``values``, so that a file is read no further than it must be.
+    """
+    most = min(most, values.size // length)
+    alike, window = 1, 1
+    while alike < most:
+        window = min(2 * window, most - alike)
+        ahead = values[alike * length : (alike + window) * length].reshape(window, length)
+        differs = np.flatnonzero((ahead[:, 0] != values[0]) | (ahead[:, listed_at] != values[listed_at]))
+        if differs.size:
+            return alike + int(differs[0])
+        alike += window
+    return alike
 
 
 def _scope_positions(blocks: _Blocks, factors: Integers) -> Integers:
@@ -112,28 +132,37 @@ def _scope_positions(blocks: _Blocks, factors: Integers) -> Integers:
     return positions
 
 
-def _read_state_counts(
-    numbers: Numbers, labels: Sequence[Integers], arities: Sequence[int]
-) -> tuple[Integers, Integers]:
-    """(the labels there are, ascending; their variables' state counts)."""
+def _read_variables(
+    numbers: Numbers, labels: Sequence[Integers]
+) -> tuple[Integers, Integers, list[npt.NDArray[np.intp]]]:
+    """(the labels there are, ascending; their variables' state counts; the scopes as places among those labels)."""
     empty = np.empty(0, dtype=np.int64)
     at = np.concatenate([*(positions.reshape(-1) for positions in labels), empty])
-    counts_at = np.concatenate(
-        [*((positions + arity).reshape(-1) for positions, arity in zip(labels, arities, strict=True)), empty]
-    )
+    # a scope's state counts follow its labels
+    counts_at = np.concatenate([*((positions + positions.shape[1]).reshape(-1) for positions in labels), empty])
     label = numbers.wholes(at, "a variable's label")
     count = numbers.wholes(counts_at, "a state count", least=1)
-    order = np.lexsort((at, label))
+    order = np.argsort(at, kind="stable")
+    order = order[np.argsort(label[order], kind="stable")]
     label, count, counts_at = label[order], count[order], counts_at[order]
-    differs = np.flatnonzero((label[1:] == label[:-1]) & (count[1:] != count[:-1]))
+    same = label[1:] == label[:-1]
+    differs = np.flatnonzero(same & (count[1:] != count[:-1]))
     if differs.size:
         one, other = differs[0], differs[0] + 1
         raise numbers.error(
             int(counts_at[other]),
             f"expected {count[one]}, the state count of variable {label[one]} above, found {count[other]}",
         )
-    known, first = np.unique(label, return_index=True)
-    return known, count[first]
+    first = np.concatenate([np.ones(min(label.size, 1), dtype=bool), ~same])
+    places = np.empty(label.size, dtype=np.intp)
+    places[order] = np.cumsum(first) - 1
+    ends = np.cumsum([positions.size for positions in labels], dtype=np.int64)
+    scopes = np.split(places, ends[:-1]) if labels else []
+    return (
+        label[first],
+        count[first],
+        [some.reshape(positions.shape) for some, positions in zip(scopes, labels, strict=True)],
+    )
 
 
 def _check_sizes(numbers: Numbers, blocks: _Blocks, sizes: Floats) -> None:

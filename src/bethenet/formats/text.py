@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
 from bethenet.errors import ModelFileError
-from bethenet.formats.decimals import LONGEST, Floats, Integers, read_logarithms
+from bethenet.formats.decimals import LONGEST, Floats, Integers, read_logarithms, read_whole_numbers
 
 MAX_BYTES = 2**28
 """Bytes of text (256 MiB) that are read at most, whatever a compressed file would expand to."""
@@ -97,10 +98,7 @@ class Numbers:
         while self.numbers_read <= position and self._chunks_read < len(self._chunks):
             begin, end = self._chunks[self._chunks_read]
             place = slice(self.numbers_read, self._first[self._chunks_read + 1])
-            tokens = self._text[begin:end].split()
-            lengths = np.fromiter(map(len, tokens), dtype=np.int64, count=len(tokens))
-            self.values[place] = self._floats(tokens, lengths, begin, end)
-            self.logarithms[place] = read_logarithms(tokens, self.values[place], lengths)
+            self.values[place], self.logarithms[place] = self._read(begin, end)
             self._chunks_read += 1
         return self.numbers_read
 
@@ -161,10 +159,19 @@ class Numbers:
         offset = self._span(position)[0] if position < len(self) else len(self._text.rstrip())
         return ModelFileError(self.path, line_of(self._text, offset), problem)
 
-    def _floats(self, tokens: list[bytes], lengths: Integers, begin: int, end: int) -> Floats:
+    def _read(self, begin: int, end: int) -> tuple[Floats, Floats]:
+        """Numbers and logarithms of a chunk."""
+        starts, lengths = _token_spans(np.frombuffer(self._text, np.uint8, end - begin, begin))
         try:
             if lengths.max(initial=0) <= LONGEST and self._text.find(b"_", begin, end) < 0:  # Python reads 1_0 as 10
-                return np.array(list(map(float, tokens)), dtype=np.float64)
+                chunk = self._text[begin:end]
+                values, whole = read_whole_numbers(chunk, starts, lengths)
+                tokens = list(itertools.compress(chunk.split(), (~whole).tolist()))
+                values[~whole] = list(map(float, tokens))
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    logarithms: Floats = np.log(values)
+                logarithms[~whole] = read_logarithms(tokens, values[~whole], lengths[~whole])
+                return values, logarithms
         except ValueError:
             pass
         for match in _TOKEN.finditer(self._text, begin):
@@ -200,6 +207,13 @@ def _split_into_chunks(text: bytes, begin: int) -> list[tuple[int, int]]:
 def _count_tokens(text: bytes) -> int:
     white = np.concatenate([[True], _IS_SPACE[np.frombuffer(text, dtype=np.uint8)]])
     return int(np.count_nonzero(white[:-1] & ~white[1:]))
+
+
+def _token_spans(characters: npt.NDArray[np.uint8]) -> tuple[Integers, Integers]:
+    """(where each token begins, how long it is)."""
+    white = np.concatenate([[True], _IS_SPACE[characters], [True]])
+    edges = np.flatnonzero(white[1:] != white[:-1])
+    return edges[::2], edges[1::2] - edges[::2]
 
 
 def line_of(text: bytes, offset: int) -> int:
