@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from bethenet.experiments.hmm_learning import UNIGRAM, UNIGRAM_LABEL, cells_of
 from bethenet.experiments.hmm_methods import Recipe
@@ -196,10 +197,16 @@ def draw_curves(settings: Settings, figures: Figures) -> list[Path]:
             values = [_number(record["validation_objective"]) for record in history]
             axis.plot(seconds, values, linestyle="--", linewidth=1, color=lines[0].get_color())
     reached = [cell["nll_validation"] for cell in figures.values() if cell["nll_validation"] is not None]
-    for axis in (left, right):
+    for axis, title in ((left, "directed"), (right, "undirected")):
+        axis.set_title(title)
         if any(len(line.get_xdata()) for line in axis.lines):
             axis.set_xscale("log")
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.xaxis.set_minor_formatter(NullFormatter())
             axis.legend(fontsize=7)
+        else:
+            axis.set_xticks([])
         if reached:
             axis.set_ylim(0.95 * min(reached), 1.25 * min(reached))
         for control in _found(figures, [UNIGRAM]):
