@@ -11,10 +11,14 @@ from bethenet.inference.bp import BeliefPropagation
 from bethenet.inference.coupling import bethe_free_energy
 from bethenet.inference.descent import Descent
 from bethenet.inference.engine import map_tensors
+from bethenet.inference.exact import Exact
 from bethenet.inference.mean_field import MeanField
 from bethenet.inference.minimisers import Adam, LimitedMemory
 from bethenet.inference.registry import make_engine
 from bethenet.inference.scaling import Scaling
+from bethenet.inference.spanning_trees import forest_appearance
+from bethenet.inference.trw import TreeReweighted
+from bethenet.regions import RegionGraph
 from bethenet.result import Status
 from oracle import enumerate_model, models
 
@@ -186,6 +190,28 @@ def test_beliefs_that_miss_their_marginals_have_not_converged() -> None:
     hasty = Descent(first=None, scaling=Scaling(sweeps=1, newton_steps=0), max_iterations=300).run(model)
     assert float(hasty.beliefs.inconsistency().max()) > 1e-3
     assert bool((hasty.residual >= 0.5 * hasty.beliefs.inconsistency()).all())
+
+
+@pytest.mark.parametrize("states", [2, 3])
+def test_other_free_energies_of_factors_and_variables(states: int) -> None:
+    graph = FactorGraph.grid(3, 3, states)
+    model = LogPotentials.random(
+        graph, batch_size=2, dtype=torch.float64, generator=torch.Generator().manual_seed(states)
+    ).clamp({4: [-1, 0]})
+    appearance = forest_appearance(graph)
+    found = Descent(regions=RegionGraph.tree_reweighted(graph, appearance)).run(model)
+    bound = TreeReweighted(appearance=appearance, tolerance=1e-9).run(model)
+    assert (bound.log_z > Exact().log_z(model) + 1e-3).all()
+    torch.testing.assert_close(found.log_z, bound.log_z, atol=1e-6, rtol=0)
+    torch.testing.assert_close(found.beliefs.node_marginals, bound.beliefs.node_marginals, atol=1e-4, rtol=0)
+    assert found.beliefs.inconsistency().max() < 1e-9
+    for regions, why in [
+        (RegionGraph.kikuchi(graph), "node marginals do not determine the beliefs of regions other than factors"),
+        (RegionGraph.mean_field(graph), "expected positive counting numbers of the factors"),
+        (RegionGraph.bethe(FactorGraph.grid(3, 3, states)), "expected those of the potentials' own graph"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            Descent(regions=regions).run(model)
 
 
 def test_persistent_descent_follows_moving_potentials() -> None:

@@ -83,10 +83,12 @@ def consistent_beliefs(
     node_log_marginals: NodeTables,
     scaling: Scaling = DEFAULT_SCALING,
     starts: Sequence[Duals] | None = None,
+    regions: RegionGraph | None = None,
 ) -> Beliefs:
-    """Bethe beliefs with the given node log-marginals (normalised): of least free energy among those that agree.
+    """Beliefs with the given node log-marginals (normalised): of least free energy among those that agree.
 
-    Differentiable in potentials and marginals.
+    Differentiable in potentials and marginals. They are said to be about ``regions``, Bethe's by default; of others
+    the potentials are to be those of `per_count`.
     """
     nodes = _for_batch(potentials, node_log_marginals)
     tables = []
@@ -96,7 +98,28 @@ def consistent_beliefs(
         else:
             start = starts[number] if starts is not None else None
             tables.append(factor_log_beliefs(table, _gather(group, nodes), scaling, start))
-    return Beliefs(RegionGraph.bethe(potentials.graph), [*tables, *nodes])
+    return Beliefs(regions or RegionGraph.bethe(potentials.graph), [*tables, *nodes])
+
+
+def per_count(potentials: LogPotentials, regions: RegionGraph) -> LogPotentials:
+    """Each factor's log-table divided by its counting number: what its belief is the scaling of.
+
+    Raises:
+        ValueError: the regions are another graph's, or not the factors and the variables; or a factor's counting number
+            is not positive.
+    """
+    if regions.graph is not potentials.graph:
+        raise ValueError("regions: expected those of the potentials' own graph object")
+    groups = regions.groups[: len(potentials.graph.factor_groups)]
+    if len(regions.groups) != len(groups) + len(regions.node_groups) or not all(home.whole for home in regions.homes):
+        raise ValueError("node marginals do not determine the beliefs of regions other than factors and variables")
+    if any(bool((group.counting_numbers <= 0).any()) for group in groups):
+        raise ValueError("expected positive counting numbers of the factors: with others no belief is the best one")
+    tables = [
+        table / group.counting_numbers.to(table).reshape(-1, *[1] * len(group.table_shape))
+        for table, group in zip(potentials.tables, groups, strict=True)
+    ]
+    return LogPotentials(potentials.graph, tables, potentials.node_terms, potentials.observed)
 
 
 def bethe_free_energy(
@@ -128,16 +151,25 @@ def node_duals(
 
 
 def free_energy_at(
-    potentials: LogPotentials, node_log_marginals: NodeTables, duals: Sequence[Duals]
+    potentials: LogPotentials,
+    node_log_marginals: NodeTables,
+    duals: Sequence[Duals],
+    regions: RegionGraph | None = None,
 ) -> Float[Tensor, " batch"]:
-    """The dual form of the free energy (nats): exact at the right duals, and at any others a lower bound on it."""
+    """The dual form of the free energy (nats): exact at the right duals, and at any others a lower bound on it.
+
+    Bethe's by default; of other ``regions`` the potentials are to be those of `per_count`.
+    """
     graph = potentials.graph
+    regions = regions or RegionGraph.bethe(graph)
     nodes = _for_batch(potentials, node_log_marginals)
     batch = _batch_size(potentials, nodes)
     total = torch.zeros(batch, dtype=potentials.dtype, device=potentials.device)
-    for group, table, group_duals in zip(graph.factor_groups, potentials.tables, duals, strict=True):
+    factors = regions.groups[: len(graph.factor_groups)]
+    for group, region, table, group_duals in zip(graph.factor_groups, factors, potentials.tables, duals, strict=True):
+        counts = region.counting_numbers.to(table)
         if group.arity == 0:
-            total = total - table.expand(-1, len(group)).sum(1)
+            total = total - (counts * table).sum(1)
             continue
         marginals = _gather(group, nodes)
         if group.arity == 1:
@@ -145,9 +177,9 @@ def free_energy_at(
         else:
             kernel = exponential_kernel(table, marginals[0].shape[:2])
             terms = dual_value(table, group_duals, marginals, kernel)
-        total = total + terms.sum(1)
-    for log_marginal, term, degree in zip(nodes, potentials.node_terms, graph.degrees, strict=True):
-        total = total + (negative_entropy_terms(log_marginal).sum(-1) * (1 - degree)).sum(1)
+        total = total + (counts * terms).sum(1)
+    for log_marginal, term, region in zip(nodes, potentials.node_terms, regions.node_groups, strict=True):
+        total = total + (negative_entropy_terms(log_marginal).sum(-1) * region.counting_numbers.to(term)).sum(1)
         total = total - times_log(log_marginal.exp(), term).sum((1, 2))
     return total
 

@@ -1,4 +1,4 @@
-"""Direct minimisation of the Bethe free energy over node marginals; the factors' beliefs follow from these."""
+"""Direct minimisation of Bethe's (or a like) free energy over node marginals; factors' beliefs follow from these."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torch import Tensor
 from bethenet.beliefs import Beliefs
 from bethenet.graph import FactorGraph
 from bethenet.inference.bp import BeliefPropagation
-from bethenet.inference.coupling import consistent_beliefs, free_energy_at, node_duals, unmet_marginals
+from bethenet.inference.coupling import consistent_beliefs, free_energy_at, node_duals, per_count, unmet_marginals
 from bethenet.inference.engine import Engine, IterativeEngine, State, map_tensors
 from bethenet.inference.minimisers import Evaluation, LimitedMemory, Minimiser, Vector, select
 from bethenet.inference.scaling import Scaling
 from bethenet.inference.starts import best_of_restarts, check_state, local_evidence, noisy_start
 from bethenet.numerics import log_normalize
 from bethenet.potentials import LogPotentials
+from bethenet.regions import RegionGraph
 from bethenet.result import InferenceResult
 
 PENALTY = 40.0
@@ -46,14 +47,17 @@ class Descent(IterativeEngine):
     Inside learning, pass the previous result's ``state`` and a small ``max_iterations``: marginals and the minimiser's
     history carry over to the new potentials. (``first=None`` then makes a cold start as cheap as a step.)
 
-    Regions beyond Bethe's are not covered: node marginals alone do not determine the beliefs of regions that lie
-    between.
+    Other free energies of factors and variables (tree-reweighted ones, say) are minimised alike. Those with regions in
+    between are not: node marginals do not determine their beliefs.
     """
 
     name: ClassVar[str] = "descent"
 
     minimiser: Minimiser = field(default_factory=LimitedMemory)
     """`LimitedMemory` (L-BFGS) or `Adam`, on logits."""
+    regions: RegionGraph | None = None
+    """Whose free energy: Bethe's by default, else of the models' own graph, the regions being its factors and variables
+    and the factors' counting numbers positive."""
     restarts: int = 1
     """Random starts; the one that ends with the least free energy is returned. A warm start is the only start."""
     first: Engine | None = field(default_factory=lambda: BeliefPropagation(max_iterations=500, damping=0.5))
@@ -88,6 +92,10 @@ class Descent(IterativeEngine):
             return super().run(potentials, state=state, generator=generator)
         single = super().run
         return best_of_restarts(lambda repeated: single(repeated, generator=generator), potentials, self.restarts)
+
+    def prepare(self, potentials: LogPotentials) -> LogPotentials:
+        """The log-potentials of each factor by its counting number."""
+        return potentials if self.regions is None else per_count(potentials, self.regions)
 
     def init(self, potentials: LogPotentials, state: State = None, generator: torch.Generator | None = None) -> State:
         """The minimiser's first state; a given state (its point and history) is taken over to these potentials."""
@@ -148,7 +156,7 @@ class Descent(IterativeEngine):
 
     def _consistent(self, potentials: LogPotentials, nodes: Sequence[Tensor], state: State) -> Beliefs:
         normalized = [log_normalize(part, -1) for part in nodes]
-        return consistent_beliefs(potentials, normalized, self.scaling, state.evaluation.memory)
+        return consistent_beliefs(potentials, normalized, self.scaling, state.evaluation.memory, self.regions)
 
     def _step(self, potentials: LogPotentials, state: State) -> tuple[State, Float[Tensor, " batch"]]:
         new = self.minimiser.step(lambda point, memory: self._evaluate(potentials, point, memory), state)
@@ -169,7 +177,7 @@ class Descent(IterativeEngine):
             leaf = point.detach().requires_grad_()
             nodes = [torch.log_softmax(part, -1) for part in _split(potentials.graph, leaf)]
             duals = node_duals(potentials, nodes, self.scaling, memory)
-            value = free_energy_at(potentials, nodes, duals)
+            value = free_energy_at(potentials, nodes, duals, self.regions)
             gradient = torch.autograd.grad(value.sum(), leaf)[0] if nodes else torch.zeros_like(leaf)
         fisher = _join([node.detach().exp() for node in nodes], potentials)
         return Evaluation(value.detach(), gradient, fisher.clamp_min(1e-6).reciprocal(), duals)
