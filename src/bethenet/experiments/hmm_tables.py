@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from bethenet.experiments.hmm_learning import UNIGRAM, UNIGRAM_LABEL, cells_of
 from bethenet.experiments.hmm_methods import Recipe
-from bethenet.experiments.runner import Cell, Experiment, Settings, markdown_table, mean_and_error, write_text
+from bethenet.experiments.runner import Cell, Experiment, Settings, markdown_table, with_error, write_text
 
 Figures = dict[str, dict[str, Any]]
 
@@ -158,7 +158,7 @@ def _found(figures: Figures, keys: Sequence[str]) -> list[dict[str, Any]]:
 
 def _lags(found: list[dict[str, Any]]) -> list[str]:
     sizes = [dict(enumerate(cell["couplings"])) for cell in found]
-    return [_text([size.get(lag) for size in sizes], 3) for lag in range(3)]
+    return [with_error([size.get(lag) for size in sizes], 3) for lag in range(3)]
 
 
 def _circumstances(found: list[dict[str, Any]]) -> list[str]:
@@ -174,15 +174,8 @@ def _circumstances(found: list[dict[str, Any]]) -> list[str]:
 
 
 def _entry(found: list[dict[str, Any]], name: str, paper: float | None = None, digits: int = 2) -> str:
-    text = _text([cell[name] for cell in found], digits) if found else NOT_RUN
+    text = with_error([cell[name] for cell in found], digits) if found else NOT_RUN
     return text if paper is None else f"{text} ({paper:g})"
-
-
-def _text(values: list[float | None], digits: int) -> str:
-    if all(value is None for value in values):
-        return "-"
-    mean, error = mean_and_error(values)
-    return f"{mean:.{digits}f} ± {error:.{digits}f}" if len(values) > 1 else f"{mean:.{digits}f}"
 
 
 def draw_curves(settings: Settings, figures: Figures) -> list[Path]:

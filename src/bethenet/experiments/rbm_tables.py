@@ -23,7 +23,7 @@ from bethenet.experiments.rbm_learning import (
     time_epoch,
     train,
 )
-from bethenet.experiments.runner import Cell, Experiment, Settings, markdown_table, mean_and_error, write_text
+from bethenet.experiments.runner import Cell, Experiment, Settings, markdown_table, with_error, write_text
 
 Figures = dict[str, dict[str, Any]]
 
@@ -148,16 +148,15 @@ def table_row(name: str, split: str, figures: Figures) -> list[str] | None:
     found = [cell for key, cell in figures.items() if key.startswith(f"{name}-{split}-")]
     if not found:
         return None
-    nll, error = mean_and_error(cell["nll"] for cell in found)
     clock = figures.get(f"time-{name}", {})
     objective = "-"
     if "objective" in found[0]:
-        objective = "{:.2f} ± {:.2f}".format(*mean_and_error(cell["objective"] for cell in found))
+        objective = with_error([cell["objective"] for cell in found])
         if "bound_error" in found[0]:
             objective = f"≤ {objective}"
     return [
         RECIPES[name].label,
-        f"{nll:.2f} ± {error:.2f}",
+        with_error([cell["nll"] for cell in found]),
         f"{max(cell['ais_error'] for cell in found):.2f}",
         objective,
         str(found[0]["epochs"]),

@@ -236,3 +236,11 @@ def mean_and_error(values: Iterable[float | None]) -> tuple[float, float]:
         return math.nan, math.nan
     error = numbers.std().item() / math.sqrt(numbers.numel()) if numbers.numel() > 1 else 0.0
     return numbers.mean().item(), error
+
+
+def with_error(values: Sequence[float | None], digits: int = 2) -> str:
+    """Mean and standard error as text: a single value without one, ``-`` where nothing is there."""
+    if all(value is None for value in values):
+        return "-"
+    mean, error = mean_and_error(values)
+    return f"{mean:.{digits}f} ± {error:.{digits}f}" if len(values) > 1 else f"{mean:.{digits}f}"
