@@ -14,11 +14,7 @@ from oracle import enumerate_model
 def random_machine(left, right, scale=1.0, seed=0, batch=1, unary=True):
     graph = FactorGraph.bipartite(left, right, unary=unary)
     generator = torch.Generator().manual_seed(seed)
-    tables = [
-        scale * torch.randn(batch, len(group), *group.table_shape, dtype=torch.float64, generator=generator)
-        for group in graph.factor_groups
-    ]
-    return LogPotentials(graph, tables)
+    return LogPotentials.random(graph, scale, batch_size=batch, dtype=torch.float64, generator=generator)
 
 
 @settings(deadline=None, max_examples=20)
