@@ -93,6 +93,14 @@ def test_from_tables_and_table():
     assert not LogPotentials.from_tables(GRAPH, [*tables[:2], [0.0, 1.0]]).has_zeros
 
 
+def test_nobody_looks_for_impossible_states_where_none_are_said_to_be(monkeypatch):
+    model = LogPotentials(GRAPH, LogPotentials.random(GRAPH).tables, finite=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "any", None)
+        assert not model.has_zeros and not model.detach().has_zeros
+    assert model.clamp({0: 1}).has_zeros  # evidence is another matter
+
+
 def test_gradients_reach_the_tables_given():
     table = torch.zeros(2, 3, requires_grad=True)
     model = LogPotentials.from_tables(GRAPH, [table, torch.zeros(2, 3), torch.zeros(2)])

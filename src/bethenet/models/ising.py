@@ -83,7 +83,7 @@ class IsingModel(Model):
             else self.couplings[..., None, None] * torch.outer(signs, signs)
             for group in self.graph.factor_groups
         ]
-        potentials = LogPotentials(self.graph, tables)
+        potentials = LogPotentials(self.graph, tables, finite=True)
         return potentials if evidence is None else potentials.clamp(evidence)
 
     def score(self, data: Int[Tensor, "samples *models variables"]) -> Float[Tensor, "samples models"]:

@@ -98,7 +98,8 @@ class RBM(Model):
         if self.visible_states == 2:
             tables[2,] = [F.pad(torch.cat([self.visible_bias, self.hidden_bias]).unsqueeze(1), (1, 0))]
         graph = self.graph
-        potentials = LogPotentials(graph, [tables[group.table_shape][0].unsqueeze(0) for group in graph.factor_groups])
+        ordered = [tables[group.table_shape][0].unsqueeze(0) for group in graph.factor_groups]
+        potentials = LogPotentials(graph, ordered, finite=True)
         if evidence is None:
             return potentials
         if isinstance(evidence, Tensor) and evidence.shape[-1] == self.visible:

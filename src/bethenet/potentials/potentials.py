@@ -32,6 +32,7 @@ class LogPotentials:
         node_terms: for each variable group a tensor ``[batch | 1, variables | 1, states]``; zeros by default.
         observed: the state of each variable ``[batch | 1, variables]``, -1 where it is not observed. Only says which of
             the ``node_terms`` are hard observations, so that engines may remove those variables.
+        finite: whether it is known that nothing is impossible, so that nobody need look (see `has_zeros`).
 
     >>> graph = FactorGraph.chain(3)
     >>> potentials = LogPotentials.random(graph, generator=torch.Generator().manual_seed(0))
@@ -47,6 +48,8 @@ class LogPotentials:
         tables: Sequence[Tensor],
         node_terms: Sequence[Tensor] | None = None,
         observed: Int[Tensor, "batch variables"] | None = None,
+        *,
+        finite: bool = False,
     ) -> None:
         if len(tables) != len(graph.factor_groups):
             raise ValueError(f"expected {len(graph.factor_groups)} tables, one a factor group; got {len(tables)}")
@@ -70,7 +73,7 @@ class LogPotentials:
         for number, (term, group) in enumerate(zip(self.node_terms, graph.variable_groups, strict=True)):
             self._check(f"node term {number}", term, group.variables.numel(), (group.states,), "variables")
         self.batch_size = self._common_batch_size()
-        self._zeros_found: list[bool] = []
+        self._zeros_found: list[bool] = [False] if finite else []
 
     # --- builders ---------------------------------------------------------------------------------------------------
 
