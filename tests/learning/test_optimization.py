@@ -20,7 +20,8 @@ def test_the_learning_rate_follows_the_schedule():
     optimizer = PartOptimizer([parameter], OptimizerOptions("sgd", 1.0, Schedule("linear")))
     positions = []
     for step in range(4):
-        optimizer.step([torch.tensor(-1.0)], step, step / 4)
+        optimizer.schedule(step, step / 4)
+        optimizer.step([torch.tensor(-1.0)])
         positions.append(float(parameter.detach()))
     assert positions == pytest.approx([1, 1.75, 2.25, 2.5])
     assert parameter.grad is None
@@ -37,7 +38,8 @@ def test_moments_survive_saving(algorithm):
                 tensors = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
                 optimizer = PartOptimizer([parameter], options)
                 optimizer.load(tensors)
-            optimizer.step([parameter.detach() * (step + 1)], step, 0.0)
+            optimizer.schedule(step, 0.0)
+            optimizer.step([parameter.detach() * (step + 1)])
         return parameter
 
     assert torch.equal(run(None), run(3))
@@ -45,7 +47,8 @@ def test_moments_survive_saving(algorithm):
 
 def test_a_part_without_parameters():
     optimizer = PartOptimizer([], OptimizerOptions())
-    optimizer.step([], 0, 0.0)
+    optimizer.schedule(0, 0.0)
+    optimizer.step([])
     optimizer.load(optimizer.tensors())
 
 
@@ -97,6 +100,7 @@ def test_the_fused_kernel_does_what_torchs_optimiser_does(algorithm, clip_norm):
         if clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(theirs, clip_norm)
         reference.step()
-        optimizer.step(gradients, step, 0.0)
+        optimizer.schedule(step, 0.0)
+        optimizer.step(gradients)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other)

@@ -92,7 +92,8 @@ class PersistentContrastiveDivergence(_Contrastive):
     def updates(self, batch: Batch, generator: torch.Generator | None = None) -> Iterator[Update]:
         """One step of the chains, one of the parameters."""
         features = self.model.encode(batch.data)
-        gradient, self.hidden = contrastive_gradient(self.model, features, self.hidden, self.steps, generator=generator)
+        gradient, hidden = contrastive_gradient(self.model, features, self.hidden, self.steps, generator=generator)
+        self.hidden.copy_(hidden)
         yield self._update(gradient)
 
 

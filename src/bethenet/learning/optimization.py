@@ -100,11 +100,24 @@ class PartOptimizer:
         """Whether the schedule must know how long the run is."""
         return self.options.schedule.kind != "constant"
 
-    def step(self, gradients: Sequence[Tensor | None], step: int, progress: float) -> None:
-        """Move the parameters, the learning rate being that of training step ``step`` at ``progress`` (0 to 1)."""
+    @property
+    def capturable(self) -> bool:
+        """Whether `step` can be part of a CUDA graph."""
+        return self.optimizer is None
+
+    def schedule(self, step: int, progress: float) -> None:
+        """From now on the learning rate is that of training step ``step`` at ``progress`` (0 to 1)."""
         learning_rate = self.options.learning_rate * self.options.schedule.factor(step, progress)
         if self.adam is not None:
-            self.adam.step(gradients, learning_rate)
+            self.adam.set_rate(learning_rate)
+        elif self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+
+    def step(self, gradients: Sequence[Tensor | None]) -> None:
+        """Move the parameters."""
+        if self.adam is not None:
+            self.adam.step(gradients)
             return
         if self.optimizer is None:
             return
@@ -112,8 +125,6 @@ class PartOptimizer:
             parameter.grad = gradient
         if self.options.clip_norm is not None:
             clip_grad_norm_(self.parameters, self.options.clip_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -155,6 +166,17 @@ class FusedAdam:
         self.squares = [torch.zeros_like(mean) for mean in self.means]
         self.counts = [torch.zeros((), device=parameter.device) for parameter in parameters]
         """Steps taken with each parameter."""
+        self.rate: Tensor | float = options.learning_rate
+        if self.parameters[0].is_cuda:
+            # where a recorded step reads it
+            self.rate = torch.tensor(options.learning_rate, device=self.parameters[0].device)
+
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of the next steps."""
+        if isinstance(self.rate, Tensor):
+            self.rate.fill_(rate)
+        else:
+            self.rate = rate
 
     @staticmethod
     def suits(parameters: Sequence[Tensor], options: OptimizerOptions) -> bool:
@@ -167,7 +189,7 @@ class FusedAdam:
         return usable and all(parameter.is_contiguous() for parameter in parameters)
 
     @torch.no_grad()
-    def step(self, gradients: Sequence[Tensor | None], learning_rate: float) -> None:
+    def step(self, gradients: Sequence[Tensor | None]) -> None:
         """Move the parameters that have gradients."""
         given = [number for number, gradient in enumerate(gradients) if gradient is not None]
         if not given:
@@ -185,7 +207,7 @@ class FusedAdam:
         beta1, beta2 = self.options.betas
         self.update(
             parameters, slopes, means, squares, [], counts,
-            lr=learning_rate, beta1=beta1, beta2=beta2, weight_decay=self.options.weight_decay, eps=1e-8,
+            lr=self.rate, beta1=beta1, beta2=beta2, weight_decay=self.options.weight_decay, eps=1e-8,
             amsgrad=False, maximize=False,
         )  # fmt: skip
 

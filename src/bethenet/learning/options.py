@@ -28,6 +28,11 @@ class TrainerOptions:
     averaging: Averaging | None = None
     """Average the weights; evaluation and the finished modules then use the averages."""
 
+    capture: bool = False
+    """On a GPU, record a step on minibatches of a shape seen before as a CUDA graph and replay it: small models then
+    wait no more for Python. Elsewhere this changes nothing. See `bethenet.learning.capture` for which objectives may
+    be; an error tells where it shows that one may not."""
+
     evaluate_every: int = 1
     """Epochs."""
     evaluation_batch_size: int | None = 1024

@@ -67,8 +67,8 @@ class StateMemory(nn.Module):
             return
         seen = self._seen(key)
         if seen is None or seen.shape[0] != samples.population:
-            seen = torch.zeros(samples.population, dtype=torch.bool, device=device)
-            self._keep(key, seen, [leaf.new_zeros(samples.population, *leaf.shape[1:]) for leaf in leaves])
+            nobody = torch.zeros(samples.population, dtype=torch.bool, device=device)
+            seen = self._keep(key, nobody, [leaf.new_zeros(samples.population, *leaf.shape[1:]) for leaf in leaves])
         indices = samples.indices.to(device, non_blocking=True)
         seen.index_fill_(0, indices, True)  # an assignment of a number would wait for the device
         for number, leaf in enumerate(leaves):
@@ -81,10 +81,17 @@ class StateMemory(nn.Module):
     def _seen(self, key: str) -> Bool[Tensor, " rows"] | None:
         return self._buffers.get(f"{key}_seen")
 
-    def _keep(self, key: str, seen: Tensor, leaves: list[Tensor]) -> None:
-        self.register_buffer(f"{key}_seen", seen)
-        for number, leaf in enumerate(leaves):
-            self.register_buffer(f"{key}_{number}", leaf)
+    def _keep(self, key: str, seen: Tensor, leaves: list[Tensor]) -> Tensor:
+        """Returns the buffer that ``seen`` is kept in."""
+        for name, new in [("seen", seen), *((str(number), leaf) for number, leaf in enumerate(leaves))]:
+            old = self._buffers.get(f"{key}_{name}")
+            # in place where that can be: a recorded step finds it where it was
+            if old is not None and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device):
+                old.copy_(new)
+            else:
+                self.register_buffer(f"{key}_{name}", new.clone())
+        kept: Tensor = getattr(self, f"{key}_seen")
+        return kept
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         # which buffers there are depends on what has been seen: take those that were saved

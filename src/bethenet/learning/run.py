@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bethenet.learning import snapshot
 from bethenet.learning.batches import Minibatches
+from bethenet.learning.capture import CapturedSteps, Figures
 from bethenet.learning.checkpoint import CheckpointDirectory, save_checkpoint
 from bethenet.learning.evaluators import Evaluator
 from bethenet.learning.metrics import MetricsFile, Record, RunningMean
@@ -53,6 +54,7 @@ class Run:
         metric = options.metric or (None if held_out is None else f"validation_{objective.judged_by}")
         self.selection = Selection(metric, options.maximize, options.patience)
         self.generator = torch.Generator(train.device).manual_seed(options.seed)
+        self.captured = self._capture() if options.capture and train.device.type == "cuda" else None
         self.total = _total_steps(options, train)
         self.step, self.epoch, self.position = 0, 0, 0
         """Steps taken; epochs completed; minibatches of the next one that are done."""
@@ -123,19 +125,31 @@ class Run:
 
     def _train(self, batch: Batch) -> None:
         """All updates of one minibatch."""
+        progress = self._progress()
+        for optimizer in self.optimizers.values():
+            optimizer.schedule(self.step, progress)
         due = (self.step + 1) % self.options.log_every == 0
-        for update in self.objective.updates(batch, self.generator):
-            shown = update.loss if update.value is None else update.value
-            if shown is not None:
-                name = "objective" if "model" in update.parts else f"{'_'.join(update.parts)}_loss"
-                self.recent.add({name: shown}, batch.size)
-            if due and update.diagnostics is not None:
-                self.recent.add(update.diagnostics(), 1)
-            self._apply(update)
+        # a recorded step has no diagnostics
+        figures = self._updates(batch, diagnose=due) if due or self.captured is None else self.captured(batch)
+        for values, weight in figures:
+            self.recent.add(values, weight)
         if self.average is not None:
             self.average.update(self.step)
         self.step += 1
         self.position += 1
+
+    def _updates(self, batch: Batch, diagnose: bool = False) -> Figures:
+        """Carry out the objective's updates; what there is to report, with weights."""
+        figures: Figures = []
+        for update in self.objective.updates(batch, self.generator):
+            shown = update.loss if update.value is None else update.value
+            if shown is not None:
+                name = "objective" if "model" in update.parts else f"{'_'.join(update.parts)}_loss"
+                figures.append(({name: shown.detach()}, batch.size))
+            if diagnose and update.diagnostics is not None:
+                figures.append((update.diagnostics(), 1))
+            self._apply(update)
+        return figures
 
     def _apply(self, update: Update) -> None:
         """One gradient step on the parameters of the parts that the update names, and on no others."""
@@ -143,10 +157,9 @@ class Run:
         parameters = [parameter for optimizer in optimizers for parameter in optimizer.parameters]
         if not parameters:
             return
-        progress = self._progress()
         gradients = iter(_gradients(update, parameters))
         for optimizer in optimizers:
-            optimizer.step([next(gradients) for _ in optimizer.parameters], self.step, progress)
+            optimizer.step([next(gradients) for _ in optimizer.parameters])
 
     def _progress(self) -> float:
         """The share of the run that is done."""
@@ -158,6 +171,12 @@ class Run:
         if falling:
             raise ValueError(f"the schedules of {falling} need an end: limit steps or time, or the data's length")
         return 0.0
+
+    def _capture(self) -> CapturedSteps:
+        unfit = [part for part, optimizer in self.optimizers.items() if not optimizer.capturable]
+        if unfit:
+            raise ValueError(f"capture: expected parts optimised by adam or adamw; {unfit} are not")
+        return CapturedSteps(self.objective, self._updates, self.generator)
 
     def _limit(self) -> TrainingStatus | None:
         options = self.options

@@ -80,8 +80,9 @@ class VariationalUpperBound(Objective):
         share = (1 / (self.seen + 1)).clamp(min=1 / self.memory)
         newest = torch.logsumexp(log_squares, 0) - math.log(self.samples)
         # -inf where nothing has been seen
-        self.log_mean_square = torch.logaddexp(self.log_mean_square + torch.log1p(-share), newest + share.log())
-        self.seen = self.seen + 1
+        before = self.log_mean_square + torch.log1p(-share)
+        self.log_mean_square.copy_(torch.logaddexp(before, newest + share.log()))
+        self.seen.add_(1)
 
     def evaluate(self, batch: Batch, generator: torch.Generator | None = None) -> Mapping[str, Tensor]:
         """The bound on the negative log-likelihood, estimated with fresh samples of q."""
