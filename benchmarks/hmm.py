@@ -3,22 +3,23 @@
     python benchmarks/hmm.py --data FOLDER --threads 2
     python benchmarks/hmm.py --data FOLDER --device cuda --batches 200 --crossover 16,30,64,128
 
-An epoch is every minibatch of equal length (at most 32 sentences): loss, gradient, clipping and one step of Adam. A
-sample of minibatches is timed, and the epoch extrapolated by the number of steps in the chains, to which the time is
-proportional. The peer is the same model by `logsumexp` and autograd over the table of M + 1 states, which is how the
-forward algorithm is usually written; it is timed on a few sentences and extrapolated by their number.
+An epoch is every minibatch of equal length (at most 32 sentences): loss, gradient, clipping and one step of Adam, by
+the trainer (on a GPU: recorded once and replayed). A sample of minibatches is timed, and the epoch extrapolated by the
+number of steps in the chains, to which the time is proportional. The peer is the same model by `logsumexp` and autograd
+over the table of M + 1 states, which is how the forward algorithm is usually written; it is timed on a few sentences
+and extrapolated by their number.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,10 +27,25 @@ import torch
 from torch import Tensor
 
 from bethenet.data import Corpus, SentenceBatches, read_ptb, shipped_text
-from bethenet.models import ChainBeliefPropagation, ChainKikuchi, DirectedHMM, HMMOptions, UndirectedHMM
+from bethenet.experiments.hmm_methods import Recipe, model_of, objective_of
+from bethenet.experiments.hmm_tables import RECIPES
+from bethenet.learning import Batch, OptimizerOptions, Trainer, TrainerOptions
+from bethenet.learning.metrics import Record
+from bethenet.models.chain_dp import Domain
 
-Loss = Callable[[Tensor], Tensor]
+EXACT, SWEEPS, KIKUCHI = RECIPES["exact"], replace(RECIPES["bp"], embedding=200), RECIPES["kikuchi"]
+ROWS = {
+    "undirected, exact": EXACT,
+    "directed (embedding 64), exact": replace(RECIPES["directed-exact"], embedding=64),
+    "undirected, BP, 1 sweep": replace(SWEEPS, iterations=1, unclamped="persistent"),
+    "undirected, BP, 5 sweeps": SWEEPS,
+    "undirected, Kikuchi": KIKUCHI,
+    "undirected, semi-amortised network": RECIPES["amortized"],
+    "undirected, network of the paper": RECIPES["network"],
+}
 PEER_SENTENCES = 4
+REPLAYED = 8
+WARM_EPOCHS = 2
 
 
 def main() -> None:
@@ -69,7 +85,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=20, help="minibatches to time")
     parser.add_argument("--repeats", type=int, default=3, help="times over; the median is reported, and the range")
     parser.add_argument("--states", type=int, default=30)
-    parser.add_argument("--embedding", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--crossover", default="8,16,30", help="numbers of states, separated by commas")
     parser.add_argument("--output", type=Path, help="JSON file")
@@ -80,56 +95,42 @@ def epoch_rows(
     arguments: argparse.Namespace, corpus: Corpus, sample: list[Tensor], share: float
 ) -> list[dict[str, object]]:
     """Time every kind of training on the sample."""
-    options = HMMOptions(states=arguments.states, embedding=arguments.embedding)
-    torch.manual_seed(arguments.seed)
-    undirected = UndirectedHMM(len(corpus.vocabulary), options).to(arguments.device)
-    directed = DirectedHMM(len(corpus.vocabulary), replace(options, embedding=min(64, arguments.embedding))).to(
-        arguments.device
-    )
-    slow = UndirectedHMM(len(corpus.vocabulary), replace(options, domain="log")).to(arguments.device)
-    slow.load_state_dict(undirected.state_dict())
-    rows: list[tuple[str, torch.nn.Module, Loss]] = [
-        ("undirected, exact", undirected, undirected.log_likelihood),
-        ("directed (embedding 64), exact", directed, directed.log_likelihood),
-    ]
-    for schedule, iterations in (("sweeps", 1), ("sweeps", 5), ("flooding", 10)):
-        engine = ChainBeliefPropagation(schedule, iterations)  # type: ignore[arg-type]
-        rows.append(
-            (f"undirected, BP, {iterations} {schedule}", undirected, bethe_loss(undirected, engine)),
-        )
-    kikuchi = ChainKikuchi(iterations=2)
-    rows.append(("undirected, Kikuchi, 2 iterations", undirected, bethe_loss(undirected, kikuchi)))
-    results = []
-    for name, model, loss in rows:
-        results.append(show(name, [timed(model, loss, sample) for _ in range(arguments.repeats)], share))
+    longest = max(words.shape[1] for words in sample)
     few = [words[:PEER_SENTENCES] for words in sample[:1]]
     scale = share * sum(words.numel() for words in sample) / sum(words.numel() for words in few)
-    results.append(show("peer: logsumexp and autograd", [timed(slow, slow.log_likelihood, few)], scale))
+    results = []
+    for name, recipe, domain, batches, factor in (
+        *((name, recipe, fast(arguments), sample, share) for name, recipe in ROWS.items()),
+        ("peer: logsumexp and autograd", EXACT, "log", few, scale),
+    ):
+        own = replace(recipe, states=arguments.states)
+        times = timed(arguments, own, domain, len(corpus.vocabulary), longest, batches)
+        results.append(show(name, times, factor))
     return results
 
 
-def bethe_loss(model: UndirectedHMM, engine: ChainBeliefPropagation | ChainKikuchi) -> Loss:
-    return lambda words: model.bethe_log_likelihood(words, engine).log_likelihood
+def fast(arguments: argparse.Namespace) -> Domain:
+    """The arithmetic that never waits for a GPU."""
+    return "scaled" if arguments.device.startswith("cuda") else "auto"
 
 
 def crossover(arguments: argparse.Namespace, corpus: Corpus, sample: list[Tensor]) -> list[dict[str, object]]:
     """Milliseconds of a training step on one minibatch for growing K: exact, one sweep, two Kikuchi iterations."""
     middle = sorted(sample, key=lambda words: (words.shape[0], words.shape[1]))[len(sample) // 2]
-    sweep, kikuchi = ChainBeliefPropagation("sweeps", 1), ChainKikuchi(iterations=2)
+    kinds = {
+        "exact": EXACT,
+        "one sweep": replace(SWEEPS, iterations=1, unclamped="persistent"),
+        "two Kikuchi": replace(KIKUCHI, iterations=2, scaling=0, unclamped="persistent"),
+    }
     results: list[dict[str, object]] = []
     for states in (int(part) for part in arguments.crossover.split(",") if part):
-        torch.manual_seed(arguments.seed)
-        options = HMMOptions(states=states, embedding=arguments.embedding)
-        model = UndirectedHMM(len(corpus.vocabulary), options).to(arguments.device)
         row: dict[str, object] = {"states": states, "sentences": middle.shape[0], "steps": middle.shape[1]}
-        kinds = {
-            "exact": model.log_likelihood,
-            "one sweep": bethe_loss(model, sweep),
-            "two Kikuchi": bethe_loss(model, kikuchi),
-        }
-        for name, loss in kinds.items():
+        for name, recipe in kinds.items():
+            own = replace(recipe, states=states)
+            batches = [middle] * REPLAYED
             try:
-                row[f"{name}, ms"] = round(1000 * min(timed(model, loss, [middle])[0] for _ in range(3)), 2)
+                times = timed(arguments, own, fast(arguments), len(corpus.vocabulary), middle.shape[1], batches)
+                row[f"{name}, ms"] = round(1000 * min(seconds for seconds, _ in times) / len(batches), 3)
             except MemoryError as error:
                 row[f"{name}, ms"] = str(error)
         print(row, flush=True)
@@ -137,31 +138,31 @@ def crossover(arguments: argparse.Namespace, corpus: Corpus, sample: list[Tensor
     return results
 
 
-def timed(model: torch.nn.Module, log_likelihood: Loss, batches: list[Tensor]) -> tuple[float, float]:
-    """Seconds, and seconds of the processor, of training on ``batches``; the weights are then put back."""
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    optimiser = torch.optim.Adam(model.parameters(), lr=1e-4)
-    train(model, log_likelihood, batches[:1], optimiser)
-    synchronise(batches[0])
-    started, processor = time.perf_counter(), time.process_time()
-    train(model, log_likelihood, batches, optimiser)
-    synchronise(batches[0])
-    seconds = time.perf_counter() - started, time.process_time() - processor
-    model.load_state_dict(weights)
-    return seconds
+def timed(
+    arguments: argparse.Namespace, recipe: Recipe, domain: Domain, vocabulary: int, longest: int, batches: list[Tensor]
+) -> list[tuple[float, float]]:
+    """Seconds, and seconds of the processor, of training epochs on ``batches``, after some for warming up."""
+    torch.manual_seed(arguments.seed)
+    model = model_of(recipe, vocabulary, domain)
+    objective = objective_of(recipe, model, vocabulary, longest).to(arguments.device)
+    rates = OptimizerOptions(learning_rate=1e-4, clip_norm=5.0)
+    # epochs in which a GPU's steps are recorded are not timed
+    warm = WARM_EPOCHS if arguments.device.startswith("cuda") else 1
+    options = TrainerOptions(
+        epochs=warm + arguments.repeats,
+        optimizers=dict.fromkeys(objective.parts(), rates),
+        log_every=10_000,
+        capture=True,
+    )
+    clocks: list[tuple[float, float]] = []
 
+    def read(record: Record) -> None:
+        if record["kind"] in ("start", "epoch"):
+            clocks.append((time.perf_counter(), time.process_time()))
 
-def train(model: torch.nn.Module, log_likelihood: Loss, batches: list[Tensor], optimiser: torch.optim.Adam) -> None:
-    for words in batches:
-        optimiser.zero_grad()
-        (-log_likelihood(words).mean()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
-        optimiser.step()
-
-
-def synchronise(tensor: Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize()
+    Trainer(objective, options, callbacks=[read]).fit([Batch(words, len(words)) for words in batches])
+    spans = [(end[0] - start[0], end[1] - start[1]) for start, end in itertools.pairwise(clocks)]
+    return spans[warm:]
 
 
 def show(name: str, times: list[tuple[float, float]], scale: float) -> dict[str, object]:

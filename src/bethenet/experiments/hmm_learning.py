@@ -73,6 +73,7 @@ def learn(recipe: Recipe, corpus: Corpus, seed: int, settings: Settings, folder:
         metric="nll",
         directory=folder,
         checkpoint_steps=CHECKPOINT_STEPS,
+        capture=True,
         keep_checkpoints=1,
     )
     batches = SentenceBatches(corpus.train, BATCH, shuffle=True, seed=seed)
