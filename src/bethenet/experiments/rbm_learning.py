@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -207,27 +208,43 @@ def train(
         averaging=None if recipe.averaging is None else Averaging(decay=recipe.averaging),
         evaluate_every=evaluate_every or recipe.epochs,
         log_every=10_000,
+        capture=True,
     )
     trainer = Trainer(objective, options, evaluators=[rough] if evaluate_every else [], callbacks=callbacks)
     return objective, trainer.fit(data.train.float().to(device))
 
 
+class EpochClock:
+    """A callback: how long each epoch of a run took, what stands between them counted; the device is waited for."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.ends: list[tuple[float, float]] = []
+
+    def __call__(self, record: Record) -> None:
+        """Note the time."""
+        if record["kind"] in ("start", "epoch"):
+            if self.device.startswith("cuda"):
+                torch.cuda.synchronize(self.device)
+            self.ends.append((time.perf_counter(), time.process_time()))
+
+    def seconds(self) -> list[tuple[float, float]]:
+        """Of each epoch, by the clock and of all processors."""
+        return [(end[0] - start[0], end[1] - start[1]) for start, end in pairwise(self.ends)]
+
+
 def time_epoch(name: str, *, device: str = "cpu", repeats: int = 3) -> Record:
-    """Seconds of one epoch on the digits, by the clock and of all processors: medians over repeats, nothing evaluated.
+    """Seconds of one epoch on the digits, by the clock and of all processors: medians over epochs, nothing evaluated.
 
     Of slow learners 20 minibatches are timed and scaled up.
     """
-    data, recipe = paper_digits(), shortened(RECIPES[name], 1)
+    data, recipe = paper_digits(), shortened(RECIPES[name], repeats + 1)
     whole = len(data.train)
     rows = 20 * BATCH_SIZE if recipe.slow else whole
-    data = replace(data, train=data.train[:rows])
-    walls, processors = [], []
-    for repeat in range(repeats + 1):
-        began = time.process_time()
-        _, result = train(name, recipe, data, device=device)
-        if repeat:  # the first is for warming up
-            walls.append(result.seconds)
-            processors.append(time.process_time() - began)
+    clock = EpochClock(device)
+    train(name, recipe, replace(data, train=data.train[:rows]), device=device, callbacks=[clock])
+    # in the first one everything is set up
+    walls, processors = zip(*clock.seconds()[1:], strict=True)
     scale = whole / rows
     return {"wall": scale * median(walls), "processors": scale * median(processors)}
 
