@@ -57,7 +57,7 @@ def mean_field():
 
 def first_order():
     posterior = FirstOrderPosterior(WORDS, OPTIONS.states)
-    return EvidenceLowerBound(DirectedHMM(WORDS, OPTIONS), posterior, InputBaseline(WORDS), exact_entropy=True)
+    return EvidenceLowerBound(DirectedHMM(WORDS, OPTIONS), posterior, InputBaseline(WORDS))
 
 
 def importance():

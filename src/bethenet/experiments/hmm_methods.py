@@ -137,7 +137,7 @@ def _variational(recipe: Recipe, model: DirectedHMM, vocabulary: int) -> Objecti
             return ImportanceWeightedBound(model, MeanFieldPosterior(vocabulary, states, sizes), samples=10)
         case "first order":
             chain = FirstOrderPosterior(vocabulary, states, sizes)
-            return EvidenceLowerBound(model, chain, InputBaseline(vocabulary), exact_entropy=True)
+            return EvidenceLowerBound(model, chain, InputBaseline(vocabulary))
     raise ValueError(f"method: {recipe.method!r} is for undirected models")
 
 

@@ -7,13 +7,13 @@ and their entropies are exact.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional
 
 from bethenet.models.hidden_chain import ResidualNorm
 from bethenet.networks.symbolic import BidirectionalLSTM
@@ -27,12 +27,29 @@ class StateDistribution(Protocol):
         """Independent samples; constants."""
         ...
 
-    def log_prob(self, states: Int[Tensor, "samples batch steps"]) -> Float[Tensor, "samples batch"]:
-        """Log-probabilities (nats), differentiable in the network's parameters."""
+    def conditionals(
+        self, states: Int[Tensor, "samples batch steps"]
+    ) -> Float[Tensor, "samples batch steps hidden_states"]:
+        """Log P(z_t = k | the states before t) at each step, differentiable in the network's parameters."""
+        ...
+
+    def marginals(self) -> Float[Tensor, "batch steps hidden_states"]:
+        """P(z_t = k), differentiable."""
         ...
 
     def entropy(self) -> Float[Tensor, " batch"]:
         """In nats, exact and differentiable."""
+        ...
+
+    def consequences(
+        self, terms: Float[Tensor, "samples batch steps"], order: int
+    ) -> Float[Tensor, "samples batch steps"]:
+        """The sums of the later terms that z_t has a part in.
+
+        Args:
+            terms: term t depends on z_t and on the ``order`` states before it.
+            order: at least 0.
+        """
         ...
 
 
@@ -40,81 +57,108 @@ class StateDistribution(Protocol):
 class Independent:
     """Independent states."""
 
-    log_marginals: Float[Tensor, "batch steps states"]
+    log_marginals: Float[Tensor, "batch steps hidden_states"]
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Int[Tensor, "samples batch steps"]:
         """See `StateDistribution`."""
-        batch, steps, _ = self.log_marginals.shape
-        chances = self.log_marginals.detach().exp().flatten(0, 1)
-        drawn = torch.multinomial(chances, samples, replacement=True, generator=generator)
-        return drawn.T.reshape(samples, batch, steps)
+        return _race(self.log_marginals.detach().exp().expand(samples, -1, -1, -1), generator)
 
-    def log_prob(self, states: Int[Tensor, "samples batch steps"]) -> Float[Tensor, "samples batch"]:
+    def conditionals(
+        self, states: Int[Tensor, "samples batch steps"]
+    ) -> Float[Tensor, "samples batch steps hidden_states"]:
         """See `StateDistribution`."""
-        tables = self.log_marginals.expand(len(states), -1, -1, -1)
-        return tables.gather(3, states.unsqueeze(3)).squeeze(3).sum(2)
+        return self.log_marginals.expand(len(states), -1, -1, -1)
+
+    def marginals(self) -> Float[Tensor, "batch steps hidden_states"]:
+        """See `StateDistribution`."""
+        return self.log_marginals.exp()
 
     def entropy(self) -> Float[Tensor, " batch"]:
         """See `StateDistribution`."""
         return -negative_entropy_terms(self.log_marginals).sum((1, 2))
 
+    def consequences(
+        self, terms: Float[Tensor, "samples batch steps"], order: int
+    ) -> Float[Tensor, "samples batch steps"]:
+        """See `StateDistribution`: the ``order`` terms after t."""
+        return functional.pad(terms, (0, order)).unfold(2, order + 1, 1)[..., 1:].sum(3)
+
 
 @dataclass(frozen=True)
 class MarkovChain:
-    """A chain of states, factored from its end: P(z_T) prod_t P(z_t | z_{t+1})."""
+    """A chain of states: P(z_1) prod_t P(z_{t+1} | z_t)."""
 
-    log_last: Float[Tensor, "batch states"]
-    log_previous: Float[Tensor, "batch links states states"]
-    """Log P(z_t = i | z_{t+1} = j) at ``[:, t, i, j]``."""
+    log_first: Float[Tensor, "batch hidden_states"]
+    log_next: Float[Tensor, "batch links hidden_states hidden_states"]
+    """Log P(z_{t+1} = j | z_t = i) at ``[:, t, i, j]``."""
 
     @classmethod
     def posterior(
         cls,
-        log_first: Float[Tensor, "batch states"],
-        log_transitions: Float[Tensor, "batch states states"],
-        unary: Float[Tensor, "batch steps states"],
+        log_first: Float[Tensor, "batch hidden_states"],
+        log_transitions: Float[Tensor, "batch hidden_states hidden_states"],
+        unary: Float[Tensor, "batch steps hidden_states"],
     ) -> MarkovChain:
-        """Of a first-order hidden Markov model, by the forward algorithm."""
-        message = log_first + unary[:, 0]
+        """Of a first-order hidden Markov model, by the backward algorithm."""
+        message = unary[:, -1]
         links = []
-        for step in range(1, unary.shape[1]):
-            joint = message.unsqueeze(2) + log_transitions
-            total = torch.logsumexp(joint, 1)
-            links.append(joint - total.unsqueeze(1))
+        for step in reversed(range(unary.shape[1] - 1)):
+            joint = log_transitions + message.unsqueeze(1)
+            total = torch.logsumexp(joint, 2)
+            links.append(joint - total.unsqueeze(2))
             message = total + unary[:, step]
         batch, states = log_first.shape
-        previous = torch.stack(links, 1) if links else log_first.new_zeros(batch, 0, states, states)
-        return cls(message.log_softmax(1), previous)
+        following = torch.stack(links[::-1], 1) if links else log_first.new_zeros(batch, 0, states, states)
+        return cls((log_first + message).log_softmax(1), following)
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Int[Tensor, "samples batch steps"]:
         """See `StateDistribution`."""
-        batch, links, states = self.log_previous.shape[:3]
-        current = torch.multinomial(self.log_last.detach().exp(), samples, replacement=True, generator=generator)
+        current = _race(self.log_first.detach().exp().expand(samples, -1, -1), generator)
         path = [current]
-        chances = self.log_previous.detach().exp().mT
-        for link in reversed(range(links)):
-            rows = chances[:, link].gather(1, current.unsqueeze(2).expand(-1, -1, states))
-            current = torch.multinomial(rows.flatten(0, 1), 1, generator=generator).reshape(batch, samples)
+        sentences = torch.arange(len(self.log_first), device=self.log_first.device)
+        for chances in self.log_next.detach().exp().unbind(1):
+            current = _race(chances[sentences, current], generator)
             path.append(current)
-        return torch.stack(path[::-1], 2).transpose(0, 1)
+        return torch.stack(path, 2)
 
-    def log_prob(self, states: Int[Tensor, "samples batch steps"]) -> Float[Tensor, "samples batch"]:
+    def conditionals(
+        self, states: Int[Tensor, "samples batch steps"]
+    ) -> Float[Tensor, "samples batch steps hidden_states"]:
         """See `StateDistribution`."""
-        samples, count = len(states), self.log_last.shape[1]
-        last = self.log_last.expand(samples, -1, -1).gather(2, states[:, :, -1:]).squeeze(2)
-        pairs = (states[:, :, :-1] * count + states[:, :, 1:]).unsqueeze(3)
-        tables = self.log_previous.flatten(2).expand(samples, -1, -1, -1)
-        return last + tables.gather(3, pairs).squeeze(3).sum(2)
+        samples, _, steps = states.shape
+        links, count = self.log_next.expand(samples, -1, -1, -1, -1), self.log_first.shape[1]
+        before = states[:, :, : steps - 1, None, None].expand(-1, -1, -1, 1, count)
+        first = self.log_first.expand(samples, -1, -1).unsqueeze(2)
+        return torch.cat([first, links.gather(3, before).squeeze(3)], 2)
+
+    def marginals(self) -> Float[Tensor, "batch steps hidden_states"]:
+        """See `StateDistribution`."""
+        current = self.log_first.exp()
+        found = [current]
+        for chances in self.log_next.exp().unbind(1):
+            current = (current.unsqueeze(1) @ chances).squeeze(1)
+            found.append(current)
+        return torch.stack(found, 1)
 
     def entropy(self) -> Float[Tensor, " batch"]:
         """See `StateDistribution`."""
-        marginals = self.log_last.exp()
-        total = -negative_entropy_terms(self.log_last).sum(1)
-        chances, entropies = self.log_previous.exp(), -negative_entropy_terms(self.log_previous).sum(2)
-        for link in reversed(range(chances.shape[1])):
-            total = total + (marginals * entropies[:, link]).sum(1)
-            marginals = (chances[:, link] @ marginals.unsqueeze(2)).squeeze(2)
-        return total
+        links = -negative_entropy_terms(self.log_next).sum(3)
+        return (self.marginals()[:, :-1] * links).sum((1, 2)) - negative_entropy_terms(self.log_first).sum(1)
+
+    def consequences(
+        self, terms: Float[Tensor, "samples batch steps"], order: int
+    ) -> Float[Tensor, "samples batch steps"]:
+        """See `StateDistribution`: all terms after t, since every later state goes back to z_t."""
+        return terms.flip(2).cumsum(2).flip(2) - terms
+
+
+def _race(chances: Float[Tensor, "*batch states"], generator: torch.Generator | None) -> Int[Tensor, "*batch"]:
+    """A state drawn from each row: the first to arrive of independent exponential times with these rates.
+
+    `torch.multinomial` does the same, but waits for the device.
+    """
+    times = torch.empty(chances.shape, dtype=chances.dtype, device=chances.device).exponential_(generator=generator)
+    return (chances / times).argmax(-1)
 
 
 @dataclass(frozen=True)
@@ -194,21 +238,21 @@ class FirstOrderPosterior(nn.Module):
 
 
 class InputBaseline(nn.Module):
-    """What a reward is expected to be, given the sentence alone: a sum over its words.
+    """What a transition's term is expected to be at each step, given the sentence alone: by the words around it.
 
     Args:
         vocabulary: how many words there are.
         size: of the words' embeddings and of the hidden layer.
+        reach: how many words on either side are read.
     """
 
-    def __init__(self, vocabulary: int, size: int = 64) -> None:
+    def __init__(self, vocabulary: int, size: int = 64, reach: int = 2) -> None:
         super().__init__()
-        last = nn.Linear(size, 1)
-        # at the start every word is as probable as every other
-        nn.init.constant_(last.bias, -math.log(vocabulary))
-        self.values = nn.Sequential(nn.Embedding(vocabulary, size), nn.Linear(size, size), nn.ReLU(), last)
+        self.words = nn.Embedding(vocabulary, size)
+        self.around = nn.Conv1d(size, size, 2 * reach + 1, padding=reach)
+        self.readout = nn.Linear(size, 1)
 
-    def forward(self, words: Int[Tensor, "batch steps"]) -> Float[Tensor, " batch"]:
+    def forward(self, words: Int[Tensor, "batch steps"]) -> Float[Tensor, "batch steps"]:
         """In nats."""
-        total: Tensor = self.values(words).sum((1, 2))
-        return total
+        hidden = self.around(self.words(words).mT).relu()
+        return self.readout(hidden.mT).squeeze(2)

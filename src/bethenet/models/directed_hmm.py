@@ -58,19 +58,23 @@ class DirectedHMM(HiddenChain):
         """Log P(sentence | its length) in nats, exact and differentiable."""
         return self.score(data)
 
-    def joint_log_likelihood(self, data: Sentences, states: Int[Tensor, "batch steps"]) -> Float[Tensor, " batch"]:
-        """Log P(sentence, states | its length) in nats. Only the histories that occur are transformed, not all
-        (K + 1)^M.
+    def next_log_probabilities(self, states: Int[Tensor, "*batch steps"]) -> Float[Tensor, "*batch steps states"]:
+        """Log P(z_t = k | the states before t) at each step of given sequences of states. Only the histories that occur
+        are transformed, not all (K + 1)^M.
         """
-        words, lengths = split(data)
-        order, steps = self.options.order, words.shape[1]
+        order, steps = self.options.order, states.shape[-1]
         before = functional.pad(states, (order, 0), value=self.options.states)
         symbols = torch.cat([self.state_embeddings, self.start_embedding])
-        histories = functional.embedding(before.unfold(1, order, 1)[:, :steps], symbols).flatten(2)
-        transitions = (self.history_transform(histories) @ self.next_states.T).log_softmax(-1)
-        terms = (transitions + self.unary(words)).gather(2, states.unsqueeze(2)).squeeze(2)
+        histories = functional.embedding(before.unfold(-1, order, 1)[..., :steps, :], symbols).flatten(-2)
+        return functional.log_softmax(self.history_transform(histories) @ self.next_states.T, -1)
+
+    def joint_log_likelihood(self, data: Sentences, states: Int[Tensor, "batch steps"]) -> Float[Tensor, " batch"]:
+        """Log P(sentence, states | its length) in nats. Only the histories that occur are transformed."""
+        words, lengths = split(data)
+        terms = self.next_log_probabilities(states) + self.unary(words)
+        terms = terms.gather(2, states.unsqueeze(2)).squeeze(2)
         if lengths is not None:
-            terms = terms * (torch.arange(steps, device=words.device) < lengths.unsqueeze(1))
+            terms = terms * (torch.arange(words.shape[1], device=words.device) < lengths.unsqueeze(1))
         return terms.sum(1)
 
     def _scopes(self, steps: int) -> FactorGraph:
