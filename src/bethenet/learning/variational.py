@@ -55,8 +55,9 @@ class VariationalUpperBound(Objective):
         self.model: Any = model
         self.proposal: Any = proposal
         self.samples, self.memory, self.evaluation_samples = samples, memory, evaluation_samples
-        self.register_buffer("log_mean_square", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        device = next(model.parameters()).device
+        self.register_buffer("log_mean_square", torch.zeros((), dtype=torch.float64, device=device))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64, device=device))
 
     def parts(self) -> dict[str, nn.Module]:
         """``model`` and ``proposal``."""
