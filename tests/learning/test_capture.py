@@ -51,13 +51,15 @@ def amortized():
 
 def mean_field():
     return EvidenceLowerBound(
-        DirectedHMM(WORDS, OPTIONS), MeanFieldPosterior(WORDS, OPTIONS.states), InputBaseline(WORDS)
+        DirectedHMM(WORDS, OPTIONS),
+        MeanFieldPosterior(WORDS, OPTIONS.states),
+        InputBaseline(OPTIONS.states, OPTIONS.order),
     )
 
 
 def first_order():
     posterior = FirstOrderPosterior(WORDS, OPTIONS.states)
-    return EvidenceLowerBound(DirectedHMM(WORDS, OPTIONS), posterior, InputBaseline(WORDS))
+    return EvidenceLowerBound(DirectedHMM(WORDS, OPTIONS), posterior, InputBaseline(OPTIONS.states, OPTIONS.order))
 
 
 def importance():

@@ -132,12 +132,12 @@ def _variational(recipe: Recipe, model: DirectedHMM, vocabulary: int) -> Objecti
     match recipe.method:
         case "mean field":
             posterior = MeanFieldPosterior(vocabulary, states, sizes)
-            return EvidenceLowerBound(model, posterior, InputBaseline(vocabulary))
+            return EvidenceLowerBound(model, posterior, InputBaseline(states, model.options.order))
         case "importance":
             return ImportanceWeightedBound(model, MeanFieldPosterior(vocabulary, states, sizes), samples=10)
         case "first order":
             chain = FirstOrderPosterior(vocabulary, states, sizes)
-            return EvidenceLowerBound(model, chain, InputBaseline(vocabulary))
+            return EvidenceLowerBound(model, chain, InputBaseline(states, model.options.order))
     raise ValueError(f"method: {recipe.method!r} is for undirected models")
 
 

@@ -47,7 +47,6 @@ class Annealing:
 class _Drawn(NamedTuple):
     """Samples of the posterior, and what they are made of."""
 
-    words: Int[Tensor, "batch steps"]
     q: StateDistribution
     states: Int[Tensor, "samples batch steps"]
     log_q: Float[Tensor, "samples batch steps hidden_states"]
@@ -84,7 +83,7 @@ class _Variational(Objective):
         q: StateDistribution = self.posterior(words)
         states = q.sample(self.samples, generator)
         following = self.model.next_log_probabilities(states)
-        return _Drawn(words, q, states, q.conditionals(states), following, self.model.unary(words))
+        return _Drawn(q, states, q.conditionals(states), following, self.model.unary(words))
 
     def _weights(self) -> tuple[Tensor, Tensor]:
         """Of the transitions and of the entropy; one call later with each call."""
@@ -120,8 +119,8 @@ class EvidenceLowerBound(_Variational):
     Args:
         model: the model.
         posterior: q, a module that makes a `StateDistribution` of words.
-        baseline: a module that makes of words what each transition's term is expected to be, ``[batch, steps]``; it
-            descends on the squared error. Without one, 0.
+        baseline: a module that makes of q's marginals what each transition's term is expected to be,
+            ``[batch, steps]``; it descends on the squared error. Without one, 0.
         samples: of q for each sentence.
         annealing: what the posterior descends on at first. Whatever is reported is the bound itself.
     """
@@ -153,7 +152,7 @@ class EvidenceLowerBound(_Variational):
         yield Update(("model",), _negative(learnt), value)
         terms = _terms(log_q, marginals, drawn.following.detach(), drawn.emissions.detach(), entropy)
         rewards = terms.transitions.detach()
-        expected = torch.zeros_like(rewards[0]) if self.baseline is None else self.baseline(drawn.words)
+        expected = torch.zeros_like(rewards[0]) if self.baseline is None else self.baseline(marginals.detach())
         surplus = drawn.q.consequences(rewards - expected.detach(), self.model.options.order)
         on_transitions, on_entropy = self._weights()
         transitions = on_transitions * (terms.transitions + surplus * _at(log_q, drawn.states))

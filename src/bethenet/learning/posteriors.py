@@ -7,6 +7,7 @@ and their entropies are exact.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -238,21 +239,29 @@ class FirstOrderPosterior(nn.Module):
 
 
 class InputBaseline(nn.Module):
-    """What a transition's term is expected to be at each step, given the sentence alone: by the words around it.
+    """What the term of each transition is expected to be, given the sentence alone: a sum over lags of bilinear forms
+    in what a posterior says about the step and about the one so many steps before.
+
+    It reads the sentence through the posterior's marginals: a network that reads the words learns it more slowly than
+    posterior and model change.
 
     Args:
-        vocabulary: how many words there are.
-        size: of the words' embeddings and of the hidden layer.
-        reach: how many words on either side are read.
+        states: of each hidden variable.
+        order: how many steps back are read.
     """
 
-    def __init__(self, vocabulary: int, size: int = 64, reach: int = 2) -> None:
+    def __init__(self, states: int, order: int) -> None:
         super().__init__()
-        self.words = nn.Embedding(vocabulary, size)
-        self.around = nn.Conv1d(size, size, 2 * reach + 1, padding=reach)
-        self.readout = nn.Linear(size, 1)
+        # before the first step stands a state of its own
+        self.tables = nn.Parameter(torch.full((order, states + 1, states), -math.log(states) / order))
 
-    def forward(self, words: Int[Tensor, "batch steps"]) -> Float[Tensor, "batch steps"]:
+    def forward(self, marginals: Float[Tensor, "batch steps states"]) -> Float[Tensor, "batch steps"]:
         """In nats."""
-        hidden = self.around(self.words(words).mT).relu()
-        return self.readout(hidden.mT).squeeze(2)
+        order, steps = len(self.tables), marginals.shape[1]
+        before = functional.pad(functional.pad(marginals, (0, 1)), (0, 0, order, 0))
+        before[:, :order, -1] = 1
+        terms = [
+            ((before[:, order - lag : order - lag + steps] @ table) * marginals).sum(2)
+            for lag, table in enumerate(self.tables, start=1)
+        ]
+        return torch.stack(terms).sum(0)
