@@ -60,7 +60,8 @@ def learn(recipe: Recipe, corpus: Corpus, seed: int, settings: Settings, folder:
     scaled = settings.device.startswith("cuda")
     model = model_of(recipe, len(corpus.vocabulary), "scaled" if scaled else "auto")
     objective = objective_of(recipe, model, len(corpus.vocabulary), _longest(corpus)).to(settings.device)
-    rates = dict.fromkeys(objective.parts(), recipe.network_rate) | {"model": recipe.learning_rate}
+    own = {"model": recipe.learning_rate, "baseline": recipe.baseline_rate}
+    rates = {part: own.get(part, recipe.network_rate) for part in objective.parts()}
     schedule = Schedule(recipe.schedule, recipe.warmup, final=0.05)
     options = TrainerOptions(
         epochs=recipe.epochs,

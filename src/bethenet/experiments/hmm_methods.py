@@ -9,7 +9,7 @@ import torch
 
 from bethenet.learning import ByNetwork, DirectLikelihood, Likelihood, Objective
 from bethenet.learning.chains import AmortizedChainLikelihood, ChainLikelihood, CouplingPenalty, Unclamped
-from bethenet.learning.elbo import EvidenceLowerBound, ImportanceWeightedBound
+from bethenet.learning.elbo import Annealing, EvidenceLowerBound, ImportanceWeightedBound
 from bethenet.learning.posteriors import FirstOrderPosterior, InputBaseline, MeanFieldPosterior, PosteriorOptions
 from bethenet.models import ChainBeliefPropagation, ChainKikuchi, DirectedHMM, HMMOptions, UndirectedHMM
 from bethenet.models.chain_dp import Domain
@@ -75,6 +75,14 @@ class Recipe:
     width: int = 100
     """Of the networks' LSTM, each way."""
     layers: int = 1
+    samples: int = 1
+    """Of a variational row's posterior, a sentence."""
+    baseline_rate: float = 1e-2
+    """The learning rate of a variational row's baseline."""
+    annealing_steps: int = 0
+    annealing_transitions: float = 1.0
+    annealing_entropy: float = 1.0
+    """In how many minibatches which weights rise to 1, see `Annealing`."""
 
 
 def model_of(recipe: Recipe, vocabulary: int, domain: Domain) -> HiddenChain:
@@ -128,16 +136,17 @@ def _engine(recipe: Recipe, domain: Domain) -> ChainBeliefPropagation | ChainKik
 
 def _variational(recipe: Recipe, model: DirectedHMM, vocabulary: int) -> Objective:
     sizes = PosteriorOptions(recipe.word, recipe.width, recipe.layers, state=recipe.embedding)
-    states = model.options.states
+    states, order = model.options.states, model.options.order
+    annealing = Annealing(recipe.annealing_steps, recipe.annealing_transitions, recipe.annealing_entropy)
+    posterior: MeanFieldPosterior | FirstOrderPosterior
     match recipe.method:
-        case "mean field":
-            posterior = MeanFieldPosterior(vocabulary, states, sizes)
-            return EvidenceLowerBound(model, posterior, InputBaseline(states, model.options.order))
         case "importance":
-            return ImportanceWeightedBound(model, MeanFieldPosterior(vocabulary, states, sizes), samples=10)
-        case "first order":
-            chain = FirstOrderPosterior(vocabulary, states, sizes)
-            return EvidenceLowerBound(model, chain, InputBaseline(states, model.options.order))
+            posterior = MeanFieldPosterior(vocabulary, states, sizes)
+            return ImportanceWeightedBound(model, posterior, samples=recipe.samples, annealing=annealing)
+        case "mean field" | "first order":
+            kind = MeanFieldPosterior if recipe.method == "mean field" else FirstOrderPosterior
+            posterior, baseline = kind(vocabulary, states, sizes), InputBaseline(states, order)
+            return EvidenceLowerBound(model, posterior, baseline, samples=recipe.samples, annealing=annealing)
     raise ValueError(f"method: {recipe.method!r} is for undirected models")
 
 
