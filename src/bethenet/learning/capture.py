@@ -8,8 +8,10 @@ from step to step in buffers that are changed in place.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -38,13 +40,11 @@ class CapturedSteps:
 
     Args:
         objective: what is learnt.
-        step: takes a training step.
-        generator: what ``step`` draws from besides the device's own generator.
+        generator: what steps draw from besides the device's own generator.
     """
 
-    def __init__(self, objective: Objective, step: Callable[[Batch], Figures], generator: torch.Generator) -> None:
+    def __init__(self, objective: Objective, generator: torch.Generator) -> None:
         self.objective = objective
-        self.step = step
         self.generator = generator
         self.seen: Counter[Hashable] = Counter()
         self.recorded: dict[Hashable, _Recorded] = {}
@@ -52,22 +52,22 @@ class CapturedSteps:
         # graphs are replayed one after the other, so they can work in the same memory
         self.pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, batch: Batch) -> Figures:
-        """One step. The figures are overwritten by the next one."""
+    def __call__(self, batch: Batch, step: Callable[[Batch], Figures]) -> Figures:
+        """One step, as ``step`` takes it. The figures are overwritten by the next one."""
         inputs = _tensors(batch)
         key = (batch.size, batch.population, *((tensor.shape, tensor.dtype) for tensor in inputs))
         if key not in self.recorded:
             self.seen[key] += 1
             if self.seen[key] <= SEEN_BEFORE:
-                return self.step(batch)
-            self.recorded[key] = self._record(batch)
+                return step(batch)
+            self.recorded[key] = self._record(batch, step)
         recorded = self.recorded[key]
         for own, given in zip(_tensors(recorded.batch), inputs, strict=True):
             own.copy_(given, non_blocking=True)
         recorded.graph.replay()
         return recorded.figures
 
-    def _record(self, batch: Batch) -> _Recorded:
+    def _record(self, batch: Batch, step: Callable[[Batch], Figures]) -> _Recorded:
         """The graph of a step on minibatches like this one; nothing is carried out."""
         device = self.generator.device
         indices = None if batch.indices is None else batch.indices.to(device, copy=True)
@@ -79,10 +79,11 @@ class CapturedSteps:
         torch.cuda.synchronize(device)
         self.stream.wait_stream(torch.cuda.current_stream(device))
         try:
-            with torch.cuda.stream(self.stream):
+            # a graph that nobody holds any more may not be destroyed meanwhile
+            with torch.cuda.stream(self.stream), _no_collection():
                 graph.capture_begin(pool=self.pool)
                 try:
-                    figures = self.step(own)
+                    figures = step(own)
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
@@ -97,6 +98,17 @@ class CapturedSteps:
 
     def _places(self) -> dict[str, int]:
         return {name: buffer.data_ptr() for name, buffer in self.objective.named_buffers()}
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

@@ -259,7 +259,7 @@ class InputBaseline(nn.Module):
         """In nats."""
         order, steps = len(self.tables), marginals.shape[1]
         before = functional.pad(functional.pad(marginals, (0, 1)), (0, 0, order, 0))
-        before[:, :order, -1] = 1
+        before[:, :order, -1].fill_(1)
         terms = [
             ((before[:, order - lag : order - lag + steps] @ table) * marginals).sum(2)
             for lag, table in enumerate(self.tables, start=1)

@@ -130,7 +130,9 @@ class Run:
             optimizer.schedule(self.step, progress)
         due = (self.step + 1) % self.options.log_every == 0
         # a recorded step has no diagnostics
-        figures = self._updates(batch, diagnose=due) if due or self.captured is None else self.captured(batch)
+        figures = (
+            self._updates(batch, diagnose=due) if due or self.captured is None else self.captured(batch, self._updates)
+        )
         for values, weight in figures:
             self.recent.add(values, weight)
         if self.average is not None:
@@ -176,7 +178,7 @@ class Run:
         unfit = [part for part, optimizer in self.optimizers.items() if not optimizer.capturable]
         if unfit:
             raise ValueError(f"capture: expected parts optimised by adam or adamw; {unfit} are not")
-        return CapturedSteps(self.objective, self._updates, self.generator)
+        return CapturedSteps(self.objective, self.generator)
 
     def _limit(self) -> TrainingStatus | None:
         options = self.options

@@ -145,12 +145,12 @@ class HiddenChain(Model):
         """
         if evidence is None or isinstance(evidence, int):
             graph = self.chain_graph(self.options.length if evidence is None else evidence)
-            return LogPotentials(graph, self._graph_tables(graph))
+            return LogPotentials(graph, self._graph_tables(graph), finite=True)
         words, lengths = split(evidence)
         if lengths is not None and bool((lengths != words.shape[1]).any()):
             raise ValueError("log_potentials: a graph has one length; expected sentences of equal length, got padded")
         graph = self.chain_graph(words.shape[1])
-        return LogPotentials(graph, self._graph_tables(graph), [self.unary(words)])
+        return LogPotentials(graph, self._graph_tables(graph), [self.unary(words)], finite=True)
 
     def unclamped(self, data: Sentences) -> LogPotentials:
         """The chain as long as the sentences, with no words observed."""
@@ -159,7 +159,7 @@ class HiddenChain(Model):
     def both(self, data: Sentences) -> tuple[LogPotentials, LogPotentials]:
         """The chain with no words observed and those given the sentences, of one draw of dropout."""
         given = self.log_potentials(data)
-        return LogPotentials(given.graph, given.tables), given
+        return LogPotentials(given.graph, given.tables, finite=True), given
 
     # --- exact inference --------------------------------------------------------------------------------------------
 

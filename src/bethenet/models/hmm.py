@@ -116,5 +116,6 @@ class UndirectedHMM(HiddenChain):
         # all pairs have one table shape, so they are one group; its lags one after the other
         steps = graph.num_variables
         reach = range(1, min(self.options.order, steps - 1) + 1)
-        lag_of_edge = torch.cat([torch.full((steps - lag,), lag - 1) for lag in reach])
-        return [self.transitions()[lag_of_edge.to(self.lag_embeddings.device)].unsqueeze(0)]
+        device = self.lag_embeddings.device
+        lag_of_edge = torch.cat([torch.full((steps - lag,), lag - 1, device=device) for lag in reach])
+        return [self.transitions()[lag_of_edge].unsqueeze(0)]
