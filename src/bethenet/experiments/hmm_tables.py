@@ -66,7 +66,13 @@ RECIPES = {
         layers=2,
         **VARIATIONAL | {"samples": 10},
     ),
-    "first-order-vae": Recipe("Directed: first-order HMM VAE", "first order", word=64, layers=3, **VARIATIONAL),
+    "first-order-vae": Recipe(
+        "Directed: first-order HMM VAE",
+        "first order",
+        word=64,
+        layers=3,
+        **VARIATIONAL | {"network_rate": 1e-4, "annealing_transitions": 0.45, "annealing_entropy": 0.6},
+    ),
     "exact": Recipe("Undirected: exact", "exact", start=0.3),
     "bp": Recipe("Undirected: loopy BP", "messages", embedding=64, iterations=5, unclamped="cold"),
     "network": Recipe(
