@@ -216,7 +216,7 @@ def test_rows_that_were_not_run_are_said_to_be_missing(tmp_path, folder, tiny):
 
 
 def test_more_states_are_trained_for_a_time_and_drawn(tmp_path, folder, monkeypatch):
-    monkeypatch.setattr(hmm_states, "QUICK_SECONDS", 0.05)
+    monkeypatch.setattr(hmm_states, "QUICK_SECONDS", dict.fromkeys(hmm_states.QUICK_SECONDS, 0.05))
     wanted = settings(tmp_path, folder, quick=True)
     table, plot, record = run_experiment(experiment("states"), replace(wanted, only=("*-4-*",)))
     assert plot.exists()
@@ -227,7 +227,7 @@ def test_more_states_are_trained_for_a_time_and_drawn(tmp_path, folder, monkeypa
     assert len(figures) == 1 + 2 * 3
     for cell in figures.values():
         assert cell["nll_validation"] > 0
-    for states in hmm_states.QUICK_STATES:
+    for states in hmm_states.QUICK_SECONDS:
         for method in hmm_states.METHODS:
             cell = figures[f"{method}-{states}-seed0"]
             assert cell["status"] == "time limit"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +15,19 @@ from bethenet.models.chain_dp import prefix_log_z
 from bethenet.models.hidden_chain import HiddenChain
 
 
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Float32 matrix products have this precision inside the context, see `torch.set_float32_matmul_precision`."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @torch.no_grad()
+@matmul_precision("highest")
 def exact_nll(model: HiddenChain, sentences: SentenceBatches) -> float:
     """Mean of -log P(sentence | its length) in nats, by the dynamic programme in arithmetic that is safe for it.
 

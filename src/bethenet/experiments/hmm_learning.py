@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from bethenet.data import Corpus, SentenceBatches, Sentences, read_ptb, shipped_text
-from bethenet.experiments.hmm_evaluation import coupling_sizes, exact_nll, unigram_nll
+from bethenet.experiments.hmm_evaluation import coupling_sizes, exact_nll, matmul_precision, unigram_nll
 from bethenet.experiments.hmm_methods import Recipe, model_of, objective_of
 from bethenet.experiments.runner import Cell, Settings
 from bethenet.learning import OptimizerOptions, Schedule, Trainer, TrainerOptions, TrainingResult
@@ -39,7 +39,8 @@ def cells_of(experiment: str, recipes: Mapping[str, Recipe], seeds: range, setti
     made = [Cell(UNIGRAM, {"text": text}, lambda: unigram_nll(corpus))]
     for seed in seeds:
         for name, recipe in recipes.items():
-            parameters = {"seed": seed, "text": text, "device": settings.device, **asdict(recipe)}
+            # a device changes the rounding alone, and is recorded with the figures
+            parameters = {"seed": seed, "text": text, **asdict(recipe)}
             # as JSON gives it back, so that a finished cell is recognised
             parameters = json.loads(json.dumps(parameters))
             key = f"{name}-seed{seed}"
@@ -72,6 +73,7 @@ def learn(recipe: Recipe, corpus: Corpus, seed: int, settings: Settings, folder:
             for part, rate in rates.items()
         },
         metric="nll",
+        evaluate_every=recipe.evaluate_every,
         directory=folder,
         checkpoint_steps=CHECKPOINT_STEPS,
         capture=True,
@@ -86,7 +88,8 @@ def learn(recipe: Recipe, corpus: Corpus, seed: int, settings: Settings, folder:
             settings.tell(f"epoch {record['epoch']}{found}")
 
     trainer = Trainer(objective, options, evaluators=[lambda: {"nll": exact_nll(model, evaluation)}], callbacks=[tell])
-    result = trainer.fit(batches, evaluation, resume=settings.resume)
+    with matmul_precision(recipe.precision):
+        result = trainer.fit(batches, evaluation, resume=settings.resume)
     figures = _figures(model, result, len(batches))
     figures["nll_test"] = exact_nll(model, SentenceBatches(corpus.test, 4 * BATCH))
     for checkpoint in folder.glob("step-*.safetensors"):

@@ -42,10 +42,15 @@ class Recipe:
     dropout: float = 0.0
     """In the model."""
     start: float = 1.0
-    """What the first couplings are multiplied by. As drawn, the Bethe free energy is off by nats; at 0.3, by 0.01."""
+    """What the first couplings (of a directed model: log-odds of transitions) are multiplied by. As drawn, the Bethe
+    free energy is off by nats; at 0.3, by 0.01."""
     epochs: int | None = 20
     time_limit: float | None = None
     """Seconds of training; the learning rates then fall by the clock unless epochs are given as well."""
+    evaluate_every: int = 1
+    """Epochs; the best of those evaluated is kept."""
+    precision: Literal["highest", "high"] = "highest"
+    """Of training's float32 matrix products, see `torch.set_float32_matmul_precision`; evaluation has the highest."""
     learning_rate: float = 1e-3
     network_rate: float = 1e-3
     clip_norm: float = 5.0
@@ -88,11 +93,15 @@ class Recipe:
 def model_of(recipe: Recipe, vocabulary: int, domain: Domain) -> HiddenChain:
     """The untrained model; its weights are drawn from the global generator."""
     options = HMMOptions(recipe.states, recipe.order, embedding=recipe.embedding, dropout=recipe.dropout, domain=domain)
+    model: HiddenChain
     if recipe.directed:
-        return DirectedHMM(vocabulary, options)
-    model = UndirectedHMM(vocabulary, options)
+        model = DirectedHMM(vocabulary, options)
+        readout = model.next_states
+    else:
+        model = UndirectedHMM(vocabulary, options)
+        readout = model.target_embeddings
     with torch.no_grad():
-        model.target_embeddings.mul_(recipe.start)
+        readout.mul_(recipe.start)
     return model
 
 
@@ -105,15 +114,15 @@ def objective_of(recipe: Recipe, model: HiddenChain, vocabulary: int, longest: i
         vocabulary: how many words there are.
         longest: words of the longest sentence.
     """
+    penalty = None
+    if recipe.penalties:
+        penalty = CouplingPenalty(recipe.penalties, recipe.penalty_factor, recipe.penalty_steps)
     if recipe.method == "exact":
-        return DirectLikelihood(model)
+        return DirectLikelihood(model, regularizer=penalty)
     if isinstance(model, DirectedHMM):
         return _variational(recipe, model, vocabulary)
     if not isinstance(model, UndirectedHMM):
         raise ValueError(f"model: expected a directed or an undirected one, got {type(model).__name__}")
-    penalty = None
-    if recipe.penalties:
-        penalty = CouplingPenalty(recipe.penalties, recipe.penalty_factor, recipe.penalty_steps)
     if recipe.method == "network":
         return _paper(recipe, model, vocabulary, longest)
     engine = _engine(recipe, model.options.domain)

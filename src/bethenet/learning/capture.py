@@ -81,7 +81,7 @@ class CapturedSteps:
         try:
             # a graph that nobody holds any more may not be destroyed meanwhile
             with torch.cuda.stream(self.stream), _no_collection():
-                graph.capture_begin(pool=self.pool)
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     figures = step(own)
                 finally:
