@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bethenet import FactorGraph, LogPotentials
-from bethenet.inference.bipartite import BipartiteBeliefPropagation
+from bethenet.inference.bipartite import BipartiteBeliefPropagation, Machine
 from bethenet.inference.bp import BeliefPropagation
 from bethenet.models.rbm import RBM
 from oracle import enumerate_model
@@ -36,6 +36,24 @@ def test_exact_on_a_star_however_strong():
     torch.testing.assert_close(result.log_z, truth.log_z)
     for variable in range(7):
         torch.testing.assert_close(result.beliefs.node_marginals[:, variable], truth.marginal((variable,)))
+
+
+def test_messages_in_single_precision():
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(1, 200, 200, generator=generator) * 160 - 80
+    cavities = torch.rand(1, 200, 200, generator=generator) * 160 - 80
+    machine = Machine(FactorGraph.bipartite(200, 200), weights, weights[:, 0], weights[:, 0])
+    exact = torch.nn.functional.softplus((weights + cavities).double(), threshold=90)
+    exact -= torch.nn.functional.softplus(cavities.double(), threshold=90)
+    torch.testing.assert_close(machine.message(cavities).double(), exact, rtol=1e-6, atol=1e-4)
+
+
+def test_messages_over_huge_couplings_are_numbers():
+    weights = torch.tensor([[[500.0, -500.0]]])
+    machine = Machine(FactorGraph.bipartite(1, 2), weights, weights[:, 0, :1], weights[:, 0])
+    limit = torch.tensor([[[88.72, -88.72]]])
+    torch.testing.assert_close(machine.message(torch.full_like(weights, 600.0)), limit, rtol=1e-4, atol=0)
+    assert machine.message(torch.full_like(weights, -600.0)).tolist() == [[[0, 0]]]
 
 
 def test_batch_is_its_members_one_by_one():

@@ -80,8 +80,7 @@ class BipartiteDescent(BipartiteEngine):
         duals = solve(problem.weights, left, right)
         neither = F.logsigmoid(-left).unsqueeze(2) - F.softplus(duals.right)
         both = neither + duals.left + duals.right + problem.weights
-        pairs = torch.stack([neither, neither + duals.right, neither + duals.left, both], -1)
-        return self.collect(problem, pairs, state.point)
+        return self.collect(problem, (neither, neither + duals.right, neither + duals.left, both), state.point)
 
 
 def evaluate(problem: Machine, point: Vector) -> Evaluation:

@@ -106,15 +106,15 @@ class StateMemory(nn.Module):
 def advance(
     engine: IterativeEngine, problem: Any, state: State, iterations: int
 ) -> tuple[State, Float[Tensor, " batch"]]:
-    """Exactly ``iterations`` steps, at least 1, without waiting for the device. A member whose step is not finite stays
-    where it was.
+    """Exactly ``iterations`` steps, at least 1, without waiting for the device. A member with a step that is not finite
+    stays where it was.
     """
-    residual = torch.empty(0)
+    start, total, residual = state, None, torch.empty(0)
     for _ in range(iterations):
-        proposal, residual = engine.step(problem, state)
-        finite = torch.isfinite(residual)
-        state = map_tensors(lambda new, old, finite=finite: _where(finite, new, old), proposal, state)
-    return state, residual
+        state, residual = engine.step(problem, state)
+        total = residual if total is None else total + residual
+    finite = torch.isfinite(residual if total is None else total)
+    return map_tensors(lambda new, old: _where(finite, new, old), state, start), residual
 
 
 def graph_key(graph: FactorGraph) -> str:

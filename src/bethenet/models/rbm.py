@@ -90,15 +90,16 @@ class RBM(Model):
         """
         states = self.visible_states - 1
         pairs = self.weights.reshape(self.visible, states, self.hidden).transpose(1, 2)
-        tables = {
-            (self.visible_states,): [F.pad(self.visible_bias.reshape(self.visible, states), (1, 0))],
-            (2,): [F.pad(self.hidden_bias.unsqueeze(1), (1, 0))],
-            (self.visible_states, 2): [F.pad(pairs.reshape(-1, states, 1), (1, 0, 1, 0))],
+        tables: dict[tuple[int, ...], Tensor] = {
+            (self.visible_states, 2): F.pad(pairs.reshape(-1, states, 1), (1, 0, 1, 0))
         }
-        if self.visible_states == 2:
-            tables[2,] = [F.pad(torch.cat([self.visible_bias, self.hidden_bias]).unsqueeze(1), (1, 0))]
+        if states == 1:
+            tables[2,] = F.pad(torch.cat([self.visible_bias, self.hidden_bias]).unsqueeze(1), (1, 0))
+        else:
+            tables[self.visible_states,] = F.pad(self.visible_bias.reshape(self.visible, states), (1, 0))
+            tables[2,] = F.pad(self.hidden_bias.unsqueeze(1), (1, 0))
         graph = self.graph
-        ordered = [tables[group.table_shape][0].unsqueeze(0) for group in graph.factor_groups]
+        ordered = [tables[group.table_shape].unsqueeze(0) for group in graph.factor_groups]
         potentials = LogPotentials(graph, ordered, finite=True)
         if evidence is None:
             return potentials
