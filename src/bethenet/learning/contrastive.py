@@ -7,11 +7,11 @@ minibatch each time. Gradients are closed expressions, so nothing is differentia
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bethenet.learning.objective import Batch, Objective, Update
 from bethenet.models.rbm import RBM
@@ -38,10 +38,8 @@ class _Contrastive(Objective):
     def _update(self, gradient: Gradient) -> Update:
         model: RBM = self.model
         parameters = (model.weights, model.visible_bias, model.hidden_bias)
-        wanted = {
-            parameter: slope for parameter, slope in zip(parameters, gradient, strict=True) if parameter.requires_grad
-        }
-        return Update(("model",), gradients=_ordered(model, wanted))
+        wanted = [slope for slope, parameter in zip(gradient, parameters, strict=True) if parameter.requires_grad]
+        return Update(("model",), gradients=wanted)
 
     def evaluate(self, batch: Batch, generator: torch.Generator | None = None) -> Mapping[str, Tensor]:
         """Minus the pseudo-log-likelihood per sample (nats)."""
@@ -95,8 +93,3 @@ class PersistentContrastiveDivergence(_Contrastive):
         gradient, hidden = contrastive_gradient(self.model, features, self.hidden, self.steps, generator=generator)
         self.hidden.copy_(hidden)
         yield self._update(gradient)
-
-
-def _ordered(model: nn.Module, gradients: Mapping[nn.Parameter, Tensor]) -> Sequence[Tensor]:
-    """The gradients in the order in which the trainer has the model's trainable parameters."""
-    return [gradients[parameter] for parameter in model.parameters() if parameter.requires_grad]

@@ -8,7 +8,7 @@ here is differentiated.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -101,9 +101,9 @@ def likelihood_gradient(
     return gradient, chances[:chains]
 
 
-@lru_cache(maxsize=16)
+@cache
 def _shares(chains: int, samples: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """How much each row counts: samples of the model for, data against."""
+    """How much each row counts: samples of the model for, data against. Kept for good, since recorded steps read it."""
     shares = torch.full((chains + samples,), 1 / chains, dtype=dtype, device=device)
     shares[chains:] = -1 / samples
     return shares
