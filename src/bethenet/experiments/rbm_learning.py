@@ -119,7 +119,7 @@ def learner(name: str, model: RBM, seed: int) -> Objective:
         case "cd":
             return ContrastiveDivergence(model)
         case "bp-persistent":
-            return Likelihood(model, ByEngine(BipartiteBeliefPropagation(damping=0.5), persistent=True, iterations=3))
+            return Likelihood(model, ByEngine(BipartiteBeliefPropagation(damping=0.5), persistent=True, iterations=5))
         case "bp-cold":
             # from silent messages all minibatches end at the same fixed point, and the machine learns to exploit it
             return Likelihood(model, ByEngine(BipartiteBeliefPropagation(damping=0.3, noise=1.0), iterations=10))
