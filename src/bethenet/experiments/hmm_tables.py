@@ -43,6 +43,7 @@ VARIATIONAL: dict[str, Any] = {
     "width": 64,
     "network_rate": 3e-4,
     "samples": 2,
+    "epochs": 14,
     "annealing_steps": 3000,
     "annealing_transitions": 0.35,
     "annealing_entropy": 0.45,
@@ -57,7 +58,9 @@ text.
 
 RECIPES = {
     "first-order": Recipe("Exact, first order only (control)", "exact", order=1, start=0.3),
-    "directed-exact": Recipe("Directed: exact", "exact", directed=True, dropout=0.5, epochs=14),
+    "directed-exact": Recipe(
+        "Directed: exact", "exact", directed=True, dropout=0.5, start=0.3, epochs=14, learning_rate=2e-3
+    ),
     "mean-field": Recipe("Directed: mean-field VAE + BL", "mean field", **VARIATIONAL),
     "iwae": Recipe("Directed: mean-field IWAE-10", "importance", **VARIATIONAL | {"samples": 10}),
     "first-order-vae": Recipe(
