@@ -145,7 +145,7 @@ def epoch(data: Tensor, hidden: int, chains: int, step: Step, arguments: argpars
     started = time.perf_counter()
     order = torch.randperm(features.shape[0], generator=generator, device=device)
     for rows in features[order].split(arguments.batch_size):
-        gradient, states = contrastive_gradient(model, rows, states, generator=generator)
+        gradient = contrastive_gradient(model, rows, states, generator=generator)
         step(parameters, list(gradient))
     synchronize(device)
     return time.perf_counter() - started

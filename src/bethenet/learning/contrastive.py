@@ -65,8 +65,7 @@ class ContrastiveDivergence(_Contrastive):
         """One step."""
         hidden = start_chains(self.model, batch.size, batch.data, generator=generator)
         features = self.model.encode(batch.data)
-        gradient, _ = contrastive_gradient(self.model, features, hidden, self.steps, generator=generator)
-        yield self._update(gradient)
+        yield self._update(contrastive_gradient(self.model, features, hidden, self.steps, generator=generator))
 
 
 class PersistentContrastiveDivergence(_Contrastive):
@@ -90,6 +89,4 @@ class PersistentContrastiveDivergence(_Contrastive):
     def updates(self, batch: Batch, generator: torch.Generator | None = None) -> Iterator[Update]:
         """One step of the chains, one of the parameters."""
         features = self.model.encode(batch.data)
-        gradient, hidden = contrastive_gradient(self.model, features, self.hidden, self.steps, generator=generator)
-        self.hidden.copy_(hidden)
-        yield self._update(gradient)
+        yield self._update(contrastive_gradient(self.model, features, self.hidden, self.steps, generator=generator))

@@ -70,13 +70,11 @@ class Likelihood(Objective):
     def updates(self, batch: Batch, generator: torch.Generator | None = None) -> Iterator[Update]:
         """Algorithm 1 for one minibatch; with engines in place of networks, its last line alone."""
         potentials, given = self._potentials(batch)
-        constant = potentials.detach()
         for _ in range(self.unclamped.steps):
-            yield Update((NETWORK,), self.unclamped.loss(constant, batch, clamped=False))
+            yield Update((NETWORK,), self.unclamped.loss(potentials.detach(), batch, clamped=False))
         if self.clamped is not None and given is not None:
-            constant = given.detach()
             for _ in range(self.clamped.steps):
-                yield Update((self._clamped_part,), self.clamped.loss(constant, batch, clamped=True).mean(0))
+                yield Update((self._clamped_part,), self.clamped.loss(given.detach(), batch, clamped=True).mean(0))
         value, estimates = self._objective(potentials, given, batch, generator)
         loss = value if self.regularizer is None else value + self.regularizer(self.model)
         yield Update((MODEL,), loss, value.detach(), lambda: _diagnostics(estimates))

@@ -70,19 +70,25 @@ def contrastive_gradient(
     steps: int = 1,
     *,
     generator: torch.Generator | None = None,
-) -> tuple[Gradient, Float[Tensor, "chains hidden"]]:
-    """Move the chains, and take the expectations under the model over where they are: PCD-k if they are those that the
-    last call returned, CD-k if they are `start_chains` at the data.
+) -> Gradient:
+    """Move the chains, in place, and take the expectations under the model over where they are: PCD-k if they are those
+    that the last call moved, CD-k if they are `start_chains` at the data.
+
+    Args:
+        model: the machine.
+        data: visible features.
+        hidden: the chains' hidden units, overwritten.
+        steps: k.
+        generator: what the chains are moved with.
 
     Returns:
-        The gradient of the mean negative log-likelihood of ``data``, and the chains' hidden units.
+        The gradient of the mean negative log-likelihood of ``data``.
     """
-    if steps > 1:
-        _, hidden = move_chains(model, hidden, steps - 1, generator=generator)
-    features, uniforms = _draw_features(model, hidden, generator)
+    before = move_chains(model, hidden, steps - 1, generator=generator)[1] if steps > 1 else hidden
+    features, uniforms = _draw_features(model, before, generator)
     gradient, chances = likelihood_gradient(model, data, features)
-    # comparing into a float tensor: ten times faster than converting afterwards
-    return gradient, torch.gt(chances, uniforms, out=torch.empty_like(chances))
+    torch.gt(chances, uniforms, out=hidden)
+    return gradient
 
 
 @torch.no_grad()
