@@ -177,23 +177,27 @@ class BipartiteBeliefPropagation(BipartiteEngine):
 
     def step(self, problem: Machine, state: BipartiteState) -> tuple[BipartiteState, Float[Tensor, " batch"]]:
         """All messages to the right, then all to the left."""
-        to_right = problem.message(self._left_cavities(problem, state.to_left))
-        proposed = problem.message(self._right_cavities(problem, to_right))
+        # each side's log-odds without what the receiver of the message said: its cavities
+        left = (problem.left_fields + state.to_left.sum(2)).unsqueeze(2) - state.to_left
+        to_right = problem.message(left)
+        right = (problem.right_fields + to_right.sum(1)).unsqueeze(1) - to_right
+        proposed = problem.message(right)
         residual = (proposed - state.to_left).abs().amax((1, 2))
         to_left = torch.lerp(proposed, state.to_left, self.damping) if self.damping else proposed
         return BipartiteState(to_left), residual
 
     def beliefs(self, problem: Machine, state: BipartiteState) -> Beliefs:
         """The beliefs that the messages amount to, those to the right sent once more."""
-        left = self._left_cavities(problem, state.to_left)
+        left_odds = problem.left_fields + state.to_left.sum(2)
+        left = left_odds.unsqueeze(2) - state.to_left
         to_right = problem.message(left)
-        right = self._right_cavities(problem, to_right)
+        right_odds = problem.right_fields + to_right.sum(1)
+        right = right_odds.unsqueeze(1) - to_right
         both = problem.weights + left + right
         # the log of the four entries' sum, (0, 0) being 0: first over the right variable, then over the left one
         total = _softplus(right) + _softplus(left + problem.message(right))
         pairs = (-total, right - total, left - total, both - total)
-        odds = torch.cat([problem.left_fields + state.to_left.sum(2), problem.right_fields + to_right.sum(1)], dim=1)
-        return self.collect(problem, pairs, odds)
+        return self.collect(problem, pairs, torch.cat([left_odds, right_odds], dim=1))
 
     def state_from_beliefs(self, problem: Machine, beliefs: Beliefs) -> BipartiteState:
         """Messages that amount to given beliefs, where these are consistent and minimise the free energy given their
@@ -203,13 +207,6 @@ class BipartiteBeliefPropagation(BipartiteEngine):
         shape = (-1, *problem.weights.shape[1:])
         right = (pairs[..., 0, 1] - pairs[..., 0, 0]).reshape(shape).expand_as(problem.weights)
         return BipartiteState(problem.message(right))
-
-    def _left_cavities(self, problem: Machine, to_left: Tensor) -> Float[Tensor, "batch left right"]:
-        """What each left variable thinks of itself without what the right one said."""
-        return (problem.left_fields + to_left.sum(2)).unsqueeze(2) - to_left
-
-    def _right_cavities(self, problem: Machine, to_right: Tensor) -> Float[Tensor, "batch left right"]:
-        return (problem.right_fields + to_right.sum(1)).unsqueeze(1) - to_right
 
 
 def _softplus(odds: Tensor) -> Tensor:
