@@ -66,15 +66,16 @@ RECIPES = {
     "first-order-vae": Recipe(
         "Directed: first-order HMM VAE",
         "first order",
-        **VARIATIONAL | {"network_rate": 1e-4, "annealing_transitions": 0.45, "annealing_entropy": 0.6},
+        **VARIATIONAL | {"network_rate": 3e-4},
     ),
     "exact": Recipe("Undirected: exact", "exact", **LATE),
-    "bp": Recipe("Undirected: loopy BP", "messages", embedding=64, iterations=5, unclamped="cold"),
+    "bp": Recipe("Undirected: loopy BP", "messages", embedding=64, epochs=12, iterations=5, unclamped="cold"),
     "network": Recipe(
         "Undirected: inference network",
         "network",
         embedding=64,
         dropout=0.3,
+        epochs=11,
         learning_rate=1e-4,
         network_rate=3e-4,
         clip_norm=1.0,
