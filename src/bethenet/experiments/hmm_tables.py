@@ -62,7 +62,11 @@ RECIPES = {
         "Directed: exact", "exact", directed=True, dropout=0.5, start=0.3, epochs=14, learning_rate=2e-3
     ),
     "mean-field": Recipe("Directed: mean-field VAE + BL", "mean field", **VARIATIONAL),
-    "iwae": Recipe("Directed: mean-field IWAE-10", "importance", **VARIATIONAL | {"samples": 10}),
+    "iwae": Recipe(
+        "Directed: mean-field IWAE-10",
+        "importance",
+        **VARIATIONAL | {"samples": 10, "network_rate": 3e-4, "annealing_transitions": 0.35, "annealing_entropy": 0.45},
+    ),
     "first-order-vae": Recipe(
         "Directed: first-order HMM VAE",
         "first order",
