@@ -65,7 +65,7 @@ RECIPES = {
     "iwae": Recipe(
         "Directed: mean-field IWAE-10",
         "importance",
-        **VARIATIONAL | {"samples": 10, "network_rate": 3e-4, "annealing_transitions": 0.35, "annealing_entropy": 0.45},
+        **VARIATIONAL | {"samples": 10, "network_rate": 5e-4, "annealing_transitions": 0.45, "annealing_entropy": 0.6},
     ),
     "first-order-vae": Recipe(
         "Directed: first-order HMM VAE",
