@@ -67,11 +67,7 @@ RECIPES = {
         "importance",
         **VARIATIONAL | {"samples": 10, "network_rate": 5e-4, "annealing_transitions": 0.45, "annealing_entropy": 0.6},
     ),
-    "first-order-vae": Recipe(
-        "Directed: first-order HMM VAE",
-        "first order",
-        **VARIATIONAL | {"network_rate": 1e-4, "annealing_transitions": 0.45, "annealing_entropy": 0.6},
-    ),
+    "first-order-vae": Recipe("Directed: first-order HMM VAE", "first order", **VARIATIONAL),
     "exact": Recipe("Undirected: exact", "exact", **LATE),
     "bp": Recipe("Undirected: loopy BP", "messages", embedding=64, epochs=12, iterations=5, unclamped="cold"),
     "network": Recipe(
