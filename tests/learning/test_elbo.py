@@ -219,6 +219,17 @@ def test_bounds_hold_and_evaluation_estimates_them(kind):
         torch.testing.assert_close(found, truth, atol=0.05, rtol=0)
 
 
+def test_a_baseline_that_knows_a_first_order_model_expects_its_terms():
+    model, made = directed(order=1), posterior(MeanFieldPosterior)
+    baseline = InputBaseline(STATES, 1).double()
+    with torch.no_grad():
+        baseline.tables[0] = model.transition_log_probabilities()
+    q = made(WORDS)
+    chances = log_prob(q, PATHS.unsqueeze(1)).exp()
+    terms = model.next_log_probabilities(PATHS).gather(2, PATHS.unsqueeze(2)).squeeze(2)
+    torch.testing.assert_close(baseline(q.marginals()), (chances * terms).sum(0, keepdim=True))
+
+
 # --- learning -------------------------------------------------------------------------------------------------------
 
 
