@@ -201,11 +201,10 @@ class ImportanceWeightedBound(_Variational):
     def updates(self, batch: Batch, generator: torch.Generator | None = None) -> Iterator[Update]:
         """One step of the model, one of the posterior, by the same samples."""
         drawn = self._draw(batch, generator)
-        log_p = _at(drawn.following + drawn.emissions, drawn.states)
-        log_weights = (log_p - _at(drawn.log_q, drawn.states)).sum(2).detach()
+        log_p, log_q = (_at(tables, drawn.states) for tables in (drawn.following + drawn.emissions, drawn.log_q))
+        log_weights = (log_p - log_q).sum(2).detach()
         value = -self._bound(log_weights).mean()
         yield Update(("model",), -(log_weights.softmax(0) * log_p.sum(2)).sum(0).mean(), value)
-        log_q = _at(drawn.log_q, drawn.states)
         yield Update(("posterior",), -(self._slopes(drawn) * log_q).sum((0, 2)).mean(), value)
 
     def evaluate(self, batch: Batch, generator: torch.Generator | None = None) -> Mapping[str, Tensor]:
