@@ -22,7 +22,7 @@ LATE: dict[str, Any] = {
     "penalty_factor": 60.0,
     "penalty_steps": 2000,
 }
-"""Longer couplings that come in only once the states mean something, and are kept small."""
+"""Longer couplings that come in late and are kept small: exact learning overfits less with them."""
 
 OURS: dict[str, Any] = {
     "core": 2,
@@ -35,12 +35,12 @@ OURS: dict[str, Any] = {
     "penalty_steps": 4000,
 }
 """What keeps Kikuchi's approximation of the sentences' log Z below the truth, so that nothing can be gained by its
-errors: consistent beliefs, the chain without words exact, and longer couplings that are next to nothing until the states
-mean something. While few states are in use, a single strong pair of states is enough for several fixed points, and
-training runs away: the penalty is on the mean over all pairs, so it must be large at first.
+errors: consistent beliefs, the chain without words exact, and longer couplings that are next to nothing until the
+states mean something. While few states are in use, a single strong pair of states is enough for several fixed points,
+and training runs away: the penalty is on the mean over all pairs, so it must be large at first.
 
-Chosen on the Penn Treebank's training text, judged by exact likelihood on a part of its validation text; not on the test
-text.
+Chosen on the Penn Treebank's training text, judged by exact likelihood on a part of its validation text; not on the
+test text.
 """
 
 BETHE: dict[str, Any] = {"core": 0, "scaling": 0, "penalties": (0.0, 300.0, 300.0), "penalty_factor": 30.0}
