@@ -3,6 +3,7 @@ import torch
 
 from bethenet.data import SentenceBatches, shipped_text
 from bethenet.learning import (
+    Batch,
     DirectLikelihood,
     Objective,
     OptimizerOptions,
@@ -17,6 +18,7 @@ from bethenet.learning.elbo import EvidenceLowerBound, ImportanceWeightedBound
 from bethenet.learning.posteriors import FirstOrderPosterior, InputBaseline, MeanFieldPosterior
 from bethenet.models import RBM, ChainBeliefPropagation, ChainKikuchi, DirectedHMM, HMMOptions, UndirectedHMM
 from bethenet.networks.marginals import MarginalNetwork
+from recording import assert_recordable
 
 TEXT = shipped_text()
 WORDS = len(TEXT.vocabulary)
@@ -114,6 +116,13 @@ class TestOnAGpu:
         trained(make, "cuda", fall="constant", capture=True, steps=15, directory=tmp_path)
         resumed, _ = trained(make, "cuda", fall="constant", capture=True, directory=tmp_path, resume=True)
         same(resumed, whole)
+
+
+@pytest.mark.parametrize("make", [*SENTENCES, Machine])
+def test_steps_can_be_recorded(make):
+    torch.manual_seed(0)
+    data_of_one = TEXT.train.words[:24].reshape(4, 6) if make in SENTENCES else data(Machine)[:4].float()
+    assert_recordable(make(), Batch(data_of_one, 4))
 
 
 class Line(Objective):
