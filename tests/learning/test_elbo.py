@@ -27,7 +27,7 @@ def posterior(kind, seed=0, vocabulary=VOCABULARY, states=STATES, size=3):
     with torch.no_grad():
         # far from uniform, so that samples matter
         for weight in made.parameters():
-            weight.mul_(3.0 if kind is MeanFieldPosterior else 2.0)
+            weight.mul_(2.0)
     return made
 
 

@@ -190,8 +190,6 @@ class MeanFieldPosterior(nn.Module):
         super().__init__()
         options = options or PosteriorOptions()
         self.words = nn.Embedding(vocabulary, options.word)
-        # small at first: what a rare word stands for is then learnt from few occurrences
-        nn.init.normal_(self.words.weight, std=options.word**-0.5)
         self.sequence = BidirectionalLSTM(options.word, options.width, options.layers, options.dropout)
         width = self.sequence.width
         self.enter = nn.Identity() if options.word == width else nn.Linear(options.word, width, bias=False)
