@@ -42,8 +42,10 @@ def recipes_for(settings: Settings) -> dict[str, Recipe]:
         for states, seconds in limits_for(settings).items():
             label = f"{row.label.rpartition(': ')[2]}, K = {states}"
             every = 4 if states > 200 else 1  # an evaluation costs more than an epoch
-            # penalties are on means over pairs of states: a pair costs as much whatever K
-            penalties = tuple(weight * (states / row.states) ** 2 for weight in row.penalties)
+            penalties = row.penalties
+            if method == "kikuchi":
+                # they are on means over pairs of states: a pair that only messages like costs as much whatever K
+                penalties = tuple(weight * (states / row.states) ** 2 for weight in penalties)
             curves[f"{method}-{states}"] = replace(
                 row, states=states, label=label, time_limit=seconds, evaluate_every=every, penalties=penalties
             )
