@@ -120,6 +120,8 @@ class Run:
         self.whole_epoch.absorb(self.recent)
         self.recent.reset()
         means = self.whole_epoch.read()
+        if self.train.device.type == "cuda":
+            torch.cuda.synchronize(self.train.device)  # a run with nothing to report has not waited yet
         self.seconds = before + time.perf_counter() - started
         return self._close_epoch(means, status)
 
