@@ -120,8 +120,8 @@ NOTE = """
 Nats per sentence, mean over seeds with its standard error (where there are several); in parentheses the paper's figure.
 NLL is exact, by dynamic programming. The epoch was chosen on the validation text (the paper's figures are of the set
 that chose them); the test text chose nothing. The objective (-ELBO, or l_F; -log-likelihood where learning is exact) is
-of the validation text at that epoch. Seconds an epoch are of training alone; several rows were trained on the GPU at a
-time, so theirs are upper bounds (results/hmm has each method alone). Inconsistency is the largest disagreement
+of the validation text at that epoch. Seconds an epoch are of training alone; several rows were trained on a machine at
+the same time, so these are upper bounds (results/hmm has each method alone). Inconsistency is the largest disagreement
 of a pair's belief with a single state's, mean over minibatches. Couplings are the standard deviations of the
 double-centred log-potentials of each lag: where those of lags 2 and 3 are near 0, the model is one of first order,
 whatever its name.
