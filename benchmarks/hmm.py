@@ -13,13 +13,11 @@ and extrapolated by their number.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import platform
 import statistics
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,10 +25,10 @@ import torch
 from torch import Tensor
 
 from bethenet.data import Corpus, SentenceBatches, read_ptb, shipped_text
+from bethenet.experiments.clock import EpochClock
 from bethenet.experiments.hmm_methods import Recipe, model_of, objective_of
 from bethenet.experiments.hmm_tables import RECIPES
 from bethenet.learning import Batch, OptimizerOptions, Trainer, TrainerOptions
-from bethenet.learning.metrics import Record
 from bethenet.models.chain_dp import Domain
 
 EXACT, SWEEPS, KIKUCHI = RECIPES["exact"], replace(RECIPES["bp"], embedding=200), RECIPES["kikuchi"]
@@ -154,15 +152,9 @@ def timed(
         log_every=10_000,
         capture=True,
     )
-    clocks: list[tuple[float, float]] = []
-
-    def read(record: Record) -> None:
-        if record["kind"] in ("start", "epoch"):
-            clocks.append((time.perf_counter(), time.process_time()))
-
-    Trainer(objective, options, callbacks=[read]).fit([Batch(words, len(words)) for words in batches])
-    spans = [(end[0] - start[0], end[1] - start[1]) for start, end in itertools.pairwise(clocks)]
-    return spans[warm:]
+    clock = EpochClock(arguments.device)
+    Trainer(objective, options, callbacks=[clock]).fit([Batch(words, len(words)) for words in batches])
+    return clock.seconds()[warm:]
 
 
 def show(name: str, times: list[tuple[float, float]], scale: float) -> dict[str, object]:

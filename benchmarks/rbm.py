@@ -41,7 +41,8 @@ except ImportError as error:
     sys.exit(f"this is a race against scikit-learn, whose digits it is run on too: pip install scikit-learn ({error})")
 
 from bethenet.data import BinaryImages, paper_digits
-from bethenet.experiments.rbm_learning import HIDDEN, RECIPES, EpochClock, held_out_nll, learner, time_epoch
+from bethenet.experiments.clock import EpochClock
+from bethenet.experiments.rbm_learning import HIDDEN, RECIPES, held_out_nll, learner, time_epoch
 from bethenet.inference.ais import annealed_importance_sampling
 from bethenet.learning import (
     OptimizerOptions,
@@ -64,7 +65,7 @@ def main() -> None:
     digits = paper_digits().train
     random_images = (torch.rand(arguments.rows, 784, generator=generator) < 0.2).to(torch.uint8)
     report = {
-        "command": " ".join(sys.argv),
+        "command": " ".join(["python", *sys.argv]),
         "torch": torch.__version__,
         "scikit-learn": sklearn.__version__,
         "device": torch.cuda.get_device_name()

@@ -6,10 +6,8 @@ numbers were chosen on a part of the training rows, never on the rows that are r
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bethenet.data import BinaryImages, clean_digits, paper_digits
+from bethenet.experiments.clock import EpochClock
 from bethenet.inference.ais import LogZEstimate, annealed_importance_sampling
 from bethenet.inference.bipartite import BipartiteBeliefPropagation
 from bethenet.inference.bipartite_descent import BipartiteDescent
@@ -229,25 +228,6 @@ def train(
     )
     trainer = Trainer(objective, options, evaluators=[rough] if evaluate_every else [], callbacks=callbacks)
     return objective, trainer.fit(data.train.float().to(device))
-
-
-class EpochClock:
-    """A callback: how long each epoch of a run took, what stands between them counted; the device is waited for."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.ends: list[tuple[float, float]] = []
-
-    def __call__(self, record: Record) -> None:
-        """Note the time."""
-        if record["kind"] in ("start", "epoch"):
-            if self.device.startswith("cuda"):
-                torch.cuda.synchronize(self.device)
-            self.ends.append((time.perf_counter(), time.process_time()))
-
-    def seconds(self) -> list[tuple[float, float]]:
-        """Of each epoch, by the clock and of all processors."""
-        return [(end[0] - start[0], end[1] - start[1]) for start, end in pairwise(self.ends)]
 
 
 def time_epoch(name: str, *, device: str = "cpu", repeats: int = 3) -> Record:
